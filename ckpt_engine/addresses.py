@@ -6,18 +6,17 @@ import errno
 import ipaddress
 import logging
 import socket
-from typing import TYPE_CHECKING
 
 from ckpt_engine.core.loopback import is_loopback
 from ckpt_engine.core.problems import invalid, unavailable
-
-if TYPE_CHECKING:  # it loads gRPC, which is in no engine
-    from ckpt_engine.security.server import ServerSecurity
 
 log = logging.getLogger(__name__)
 
 MANAGER = "127.0.0.1:50051"
 """Default address of a manager, for itself and for its members."""
+
+AUTHENTICATE = "--certificate, --key and --tokens or --client-authority (docs/security.md)"
+"""The options that say who may call a server."""
 
 
 def split_address(address: str, option: str = "") -> tuple[str, int]:
@@ -54,41 +53,64 @@ def with_port(address: str, port: int, option: str) -> str:
     return address
 
 
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A TCP socket bound there, which does not listen yet. Raises OSError.
+
+    A name is bound at the first of its addresses that this host has. `::` stands for all addresses of the host, also
+    those of IPv4.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    problem: OSError | None = None
+    for family, _, _, _, where in found:
+        try:
+            # With the protocol named, asyncio turns Nagle's algorithm off on what it accepts.
+            bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        except OSError as error:  # this kernel has no such addresses
+            problem = problem or error
+            continue
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            bound.bind(where)
+        except OSError as error:
+            bound.close()
+            problem = problem or error
+        else:
+            return bound
+    assert problem is not None
+    raise problem
+
+
 def check_free(address: str) -> None:
     """Binds an address for a moment. Raises UNAVAILABLE if that fails; gRPC would report it among lines of its own."""
-    host, port = split_address(address)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        socket.create_server((host, port), family=family).close()
+        bound_socket(*split_address(address)).close()
     except OSError as error:
         advice = "end that manager" if error.errno == errno.EADDRINUSE else "this host must have that address"
         words = f"{error.strerror or error}; {advice}, or name another one (--listen)"
         raise unavailable(f"cannot listen on {address}: {words}") from error
 
 
-def listen_on(address: str) -> socket.socket:
-    """A socket that listens there, for the option --listen. Raises UNAVAILABLE for an address that cannot be bound."""
-    host, port = split_address(address, "--listen")
-    # With the protocol named, asyncio turns Nagle's algorithm off on what it accepts.
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def listen_on(address: str, option: str = "--listen") -> socket.socket:
+    """A socket that listens there, for an option. Raises UNAVAILABLE for an address that cannot be bound."""
+    host, port = split_address(address, option)
     try:
-        listener.bind((host, port))
+        listener = bound_socket(host, port)
     except OSError as error:
-        listener.close()
-        problem = f"cannot listen on {address}: {error.strerror}; name another address (--listen)"
+        problem = f"cannot listen on {address}: {error.strerror}; name another address ({option})"
         raise unavailable(problem) from error
     listener.listen(2048)
     return listener
 
 
-def check_reach(host: str, security: ServerSecurity) -> None:
-    """Raises INVALID_ARGUMENT if other machines would be served without authentication; with --insecure warns only."""
-    if is_loopback(host) or security.authenticates:
+def check_reach(host: str, *, authenticates: bool, insecure: bool, remedy: str = "") -> None:
+    """Raises INVALID_ARGUMENT if other machines would be served without authentication; if insecure, warns only.
+
+    remedy: how the caller's user says who may call; empty: by the options of a command."""
+    if is_loopback(host) or authenticates:
         return
-    if not security.insecure:
-        raise invalid(
-            f"other machines reach {host}, and nothing says who may call this server: give --certificate, --key and "
-            "--tokens or --client-authority (docs/security.md), or --insecure to let everybody"
-        )
+    if not insecure:
+        remedy = remedy or f"{AUTHENTICATE}, or --insecure to let everybody"
+        raise invalid(f"other machines reach {host}, and nothing says who may call this server: give {remedy}")
     log.warning("listening on %s: everybody who reaches it may call this server, nothing is encrypted", host)

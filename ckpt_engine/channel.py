@@ -42,8 +42,10 @@ def channel_options() -> list[tuple[str, int]]:
     Sessions send their own heartbeats, so there are no HTTP/2 keepalive pings. A connection is given up if the peer
     acknowledges nothing for a lease (TCP_USER_TIMEOUT). TCP itself would go on for minutes, longer each time, and the
     next session would wait on that connection after the network has healed. A lost manager is tried again within two
-    seconds. HTTP proxies are not used: the manager is a neighbour in the cluster, and a proxy cuts long streams. Raises
-    INVALID_ARGUMENT for invalid deadlines in the environment.
+    seconds, at the addresses that its name means by then: gRPC alone would look the name up every 30 seconds at most,
+    and members would find a manager that has moved half a minute late. HTTP proxies are not used: the manager is a
+    neighbour in the cluster, and a proxy cuts long streams. Raises INVALID_ARGUMENT for invalid deadlines in the
+    environment.
     """
     try:
         lease = Deadlines.from_environment(os.environ).lease
@@ -57,6 +59,7 @@ def channel_options() -> list[tuple[str, int]]:
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 1000),
         ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.dns_min_time_between_resolutions_ms", 1000),
         ("grpc.enable_retries", 0),
         ("grpc.enable_http_proxy", 0),
         ("grpc.use_local_subchannel_pool", 1),

@@ -40,8 +40,8 @@ _BY_TEXT = (
     (
         "CERTIFICATE_VERIFY_FAILED",
         Problem.UNAUTHENTICATED,
-        f"the manager's certificate is not one that {AUTHORITY} signed for this address, or has expired; if it names "
-        f"another host, set {SERVER_NAME}",
+        f"the manager's certificate is not one that {AUTHORITY} signed for this address, or is not valid now by this "
+        f"host's clock: look at both; if it names another host, set {SERVER_NAME}",
     ),
     (
         "not in peer certificate",

@@ -100,6 +100,16 @@ class ReplicaReport:
         return self.message.bytes
 
     @property
+    def early_nbytes(self) -> int:
+        """Of `nbytes`, those that lay verified in its workers' stage memory before the pause."""
+        return sum(worker.early_bytes for worker in self.message.workers)
+
+    @property
+    def early_seconds(self) -> float:
+        """Seconds that the slowest worker took to bring and verify those, while the engine generated."""
+        return max((worker.early_seconds for worker in self.message.workers), default=0.0)
+
+    @property
     def pause_seconds(self) -> float:
         """Seconds in which it produced no token."""
         return self.message.pause_seconds
@@ -463,8 +473,14 @@ def _table(report: UpdateReport) -> str:
     relays = [*map(str, report.relays), *([report.prefetch] if report.relays else [])]
     collective = [] if report.collective.startswith("no collective") else [report.collective]
     copied = map(str, report.copied)
+    early = [
+        f"{each.name}: {human_bytes(each.early_nbytes)} lay in stage memory before the pause, brought in "
+        f"{each.early_seconds:.3f} s"
+        for each in report.replicas
+        if each.early_nbytes
+    ]
     table = _columns([titles, *rows]) if rows or not report.held else []
-    return "\n".join([head, *table, *problems, *warnings, *relays, *filter(None, collective), *copied])
+    return "\n".join([head, *table, *problems, *warnings, *relays, *early, *filter(None, collective), *copied])
 
 
 def stage_seconds(stages: Sequence[manager_pb2.StageSeconds]) -> dict[str, float]:

@@ -8,10 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 import httpx
@@ -21,21 +20,7 @@ import torch
 from ckpt_engine.channel import ManagerStub
 from ckpt_engine.v1 import manager_pb2
 from tests.ports import free_address
-
-T = TypeVar("T")
-
-OUTCOMES = manager_pb2.Outcome
-
-
-def eventually(what: str, seconds: float, look: Callable[[], T | None]) -> T:
-    """What `look` finds, as soon as it finds something; AssertionError naming `what` after `seconds`."""
-    end = time.monotonic() + seconds
-    while True:
-        found = look()
-        if found:
-            return found
-        assert time.monotonic() < end, f"not within {seconds} s: {what}"
-        time.sleep(0.05)
+from tests.waiting import eventually
 
 
 class Replica:

@@ -18,6 +18,11 @@ from typing import Any, Protocol, Self, TextIO
 ROOT = Path(__file__).parents[1]
 
 
+def say(**told: Any) -> None:
+    """A line of such a process."""
+    print(json.dumps(told), flush=True)
+
+
 class Started(Protocol):
     """What a test needs of a process that it has started; subprocess.Popen is one."""
 

@@ -63,6 +63,10 @@ ENDED_OTHERWISE = {
     ("ckpt_engine/transport/ucx/helpers.py", "select.poll()"): "it makes an object, and waits for nothing",
     ("ckpt_engine/relay/asking.py", "thread.join()"): "its connection was shut before",
     ("ckpt_engine/transport/tcp/sockets.py", "select.poll()"): "it makes what looks, and waits for nothing",
+    (
+        "ckpt_engine/install/early_copy.py",
+        "self.join()",
+    ): "it brings in pieces, looks between them whether it was stopped, and asks its agent with a deadline",
     ("ckpt_engine/copy/staging.py", "fills[number].result()"): "it copies, and waits for nothing",
     ("ckpt_engine/demo/play.py", "asyncio.Event().wait()"): "it shows the page until it is interrupted, and says so",
     ("ckpt_engine/demo/stage.py", "self._lines.get()"): "waited for with a timeout beside the process",

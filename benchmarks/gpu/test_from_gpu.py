@@ -30,7 +30,7 @@ from ckpt_engine import Trainer
 from ckpt_engine.host.relay_directory import DIRECTORY
 from tests.cluster import Cluster, Replica, running_cluster
 from tests.engines.vllm_server import complete, tokens
-from tests.gpu.gpu_server import needs_gpu_vllm, plain_vllm, start_gpu_vllm, wait_for_plain
+from tests.gpu.gpu_server import needs_gpu_vllm, plain_vllm, start_gpu_vllm
 
 pytestmark = [*needs_gpu_vllm, pytest.mark.timeout(420)]
 
@@ -114,7 +114,7 @@ def test_update_from_live_parameters(
         replica = start_gpu_vllm(cluster, "vllm", config, "--enforce-eager", visible=visible)
         model = Tree("cuda:0")
         ceiling = CopyCeiling("cuda:0", f"cuda:{visible}")
-        wait_for_plain(rival_server)
+        rival_server.wait()
         replica.registered(240)
         trainer = stack.enter_context(Trainer(cluster.address, lineage=f"benchmark-{case}"))
         trainer.publish(model, transport=asked)

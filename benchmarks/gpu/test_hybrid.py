@@ -34,7 +34,7 @@ from ckpt_engine import Trainer
 from tests.cluster import Cluster, Replica, running_cluster
 from tests.engines import sglang_server, vllm_server
 from tests.gpu.exact import free_bytes, sleep
-from tests.gpu.gpu_server import KV_BYTES, needs_gpu_vllm, plain_vllm, start_gpu_vllm, wait_for_plain
+from tests.gpu.gpu_server import KV_BYTES, needs_gpu_vllm, plain_vllm, start_gpu_vllm
 from tests.gpu.sglang_fleet import needs_gpu_sglang, plain_sglang, start_gpu_sglang
 
 pytestmark = pytest.mark.timeout(420)
@@ -115,7 +115,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         cluster = stack.enter_context(running_cluster(path / "cluster"))
         replica = engine.start(cluster, config)
         model = Tree("cuda:0")
-        wait_for_plain(judge)
+        judge.wait()
         replica.registered(240)
         trainer = stack.enter_context(Trainer(cluster.address, lineage=f"benchmark-hybrid-{name}"))
         trainer.publish(model)

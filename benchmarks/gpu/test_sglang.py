@@ -25,7 +25,6 @@ from benchmarks.gpu.rivals import SGLANG_SIZES, NativeSglang
 from ckpt_engine import Trainer
 from tests.cluster import Replica, running_cluster
 from tests.engines.sglang_server import complete, tokens
-from tests.gpu.gpu_server import wait_for_plain
 from tests.gpu.sglang_fleet import needs_gpu_sglang, plain_sglang, start_gpu_sglang
 
 pytestmark = [*needs_gpu_sglang, pytest.mark.timeout(480)]
@@ -60,7 +59,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
         cluster = stack.enter_context(running_cluster(path / "cluster"))
         replica = start_gpu_sglang(cluster, "sglang", config, *SGLANG_SIZES, visible="0")
         model = Tree("cuda:0")
-        wait_for_plain(server, 300)
+        server.wait(300)
         replica.registered(300)
         trainer = stack.enter_context(Trainer(cluster.address, lineage="benchmark-sglang"))
         trainer.publish(model)

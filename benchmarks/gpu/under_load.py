@@ -53,7 +53,7 @@ from ckpt_engine.timeline.drawing import draw
 from tests.cluster import Cluster, Replica, running_cluster
 from tests.engines.sglang_server import start_sglang
 from tests.engines.vllm_server import start_vllm
-from tests.gpu.gpu_server import plain_vllm, start_gpu_vllm, wait_for_plain
+from tests.gpu.gpu_server import plain_vllm, start_gpu_vllm
 from tests.gpu.sglang_fleet import plain_sglang, start_gpu_sglang
 from tests.tiny_model import make_tiny_qwen3
 
@@ -188,7 +188,7 @@ def vllm_on_a_gpu(path: Path, rival: bool) -> Iterator[World]:
         started = stack.enter_context(server)
 
         def up(model: nn.Module) -> Rival:
-            wait_for_plain(started, UP_SECONDS)
+            started.wait(UP_SECONDS)
             native = NativeServer(started.url, model)
             send = native.ipc()
             return started.url, partial(native.update, send), lambda: read_log(started.log)
@@ -207,7 +207,7 @@ def sglang_on_a_gpu(path: Path, rival: bool) -> Iterator[World]:
         started = stack.enter_context(plain_sglang(config, path / "rival.log", *SGLANG_SIZES))
 
         def up(model: nn.Module) -> Rival:
-            wait_for_plain(started, UP_SECONDS)
+            started.wait(UP_SECONDS)
             native = NativeSglang(started.url, model)
             return started.url, native.update, lambda: read_log(started.log)
 
@@ -235,7 +235,7 @@ def _on_a_gpu(
     config = write_config(path / "model")
     with contextlib.ExitStack() as stack:
         up = plain(stack, config) if plain is not None else None
-        stack.enter_context(_relays_below(path))
+        stack.enter_context(relays_below(path))
         cluster = stack.enter_context(running_cluster(path / "cluster"))
         replica = start(cluster, engine, config, visible="0")
         threads = {"OMP_NUM_THREADS": str(min(16, len(os.sched_getaffinity(0))))}
@@ -266,7 +266,7 @@ def _on_a_gpu(
 RIVALS = {"vllm": "vLLM ipc", "sglang": "SGLang update_weights_from_tensor"}
 
 
-def _relays_below(path: Path) -> Any:
+def relays_below(path: Path) -> Any:
     """A directory of relays of this run's own, for what is started meanwhile."""
     return patch.dict(os.environ, {DIRECTORY: str(path / "relays")})
 
@@ -298,7 +298,7 @@ def reference(path: Path, cpu: bool) -> Iterator[World]:
 @contextlib.contextmanager
 def _small(path: Path, start: Callable[[Any, Path], Replica]) -> Iterator[World]:
     model = make_tiny_qwen3(path / "model", 1, weights=False)
-    with _relays_below(path), running_cluster(path / "cluster") as cluster:
+    with relays_below(path), running_cluster(path / "cluster") as cluster:
         replica = start(cluster, path / "model")
         cluster.relay("a", "--memory", "64MB").registered()
         replica.registered(300)

@@ -48,10 +48,12 @@ class FollowingAgent:
         on_output: LineSink | None = None,
         root: Path | None = None,
         sleeps: bool = False,
+        stage_memory: str = "",
     ) -> None:
         """arguments, model: of the engine, as on node 0. say: gets a plain line for each event, on the loop. on_output:
         gets the engine's output lines, on another thread. root: folder for the engine's directory; None: the default.
-        sleeps: the engine is launched so that it can give memory up.
+        sleeps: the engine is launched so that it can give memory up. stage_memory: of each worker, as in
+        --stage-memory.
 
         Raises ValueError, UnknownAdapterError: such an engine cannot be started.
         """
@@ -64,6 +66,7 @@ class FollowingAgent:
         self._on_output = on_output
         self._root = root
         self._sleeps = sleeps
+        self._stage_memory = stage_memory
         self._plan_of = node_plan_of(kind)
         self._plan_of(arguments, 0, model, NodePart(nodes.nodes, nodes.rank, nodes.host, 1))
         self._machine = FollowerMachine(
@@ -90,7 +93,7 @@ class FollowingAgent:
         tasks: list[asyncio.Future[Any]] = [self._fault]
         try:
             await channel.start()
-            self._link = FollowerLink(self._nodes.endpoint, self._nodes.keys(), self._receive)
+            self._link = FollowerLink(self._nodes.endpoint, self._nodes.keys(), self._receive, self._deadlines.lease)
             self._link.open()
             self._say(f"node {self._nodes.rank} of {self._nodes.nodes}, leader {self._nodes.leader}")
             self._loop.feed(Start())
@@ -215,7 +218,8 @@ class FollowingAgent:
         self._page = new_page(self._directory, self._page)
         plan = self._plan_of(self._arguments, 0, self._model, part)
         log = new_log(self._root, f"{self._kind}-node-{self._nodes.rank}-{socket.gethostname()}-{os.getpid()}")
-        return engine_process(plan, self._sleeps, self._directory, log, self._deadlines, self._on_output), log
+        own = self._directory, log, self._deadlines, self._on_output, self._stage_memory
+        return engine_process(plan, self._sleeps, *own), log
 
     async def _stop(self) -> None:
         """Ends this node's part, which takes as long as the engine's grace. An unexpected error ends `run`, which tries

@@ -66,6 +66,7 @@ class LaunchSettings:
     root: Path | None = None  # folder for the engine's directory; None: the default
     sleeps: bool = False  # launch it so that it can give memory up
     advertise: str = ""  # the host in the URL that other hosts get, if it listens beyond loopback
+    stage_memory: str = ""  # of each worker, as in --stage-memory
 
 
 class LaunchedEngine:
@@ -130,7 +131,7 @@ class LaunchedEngine:
         self._channel = AgentChannel(directory, self._answer)
         await self._channel.start()
         if self._followers is not None:
-            self._followers.open()
+            await self._followers.open(self._settings.startup_seconds)
 
     async def run(self) -> None:
         """Keeps the engine running by the restart policy. See `EngineHost.run`."""
@@ -285,7 +286,15 @@ class LaunchedEngine:
         await self._port_is_ours(plan)
         assert self._root is not None
         log = self._settings.log_path or new_log(self._root, self.default_name)
-        process = engine_process(plan, self._settings.sleeps, self._directory, log, self._deadlines, self._on_output)
+        process = engine_process(
+            plan,
+            self._settings.sleeps,
+            self._directory,
+            log,
+            self._deadlines,
+            self._on_output,
+            self._settings.stage_memory,
+        )
         self._process = process
         await process.start()
         self._events.say(f"engine launched: pid {process.pid}, {plan.url}, log {log}")

@@ -30,6 +30,9 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 
 logger = logging.getLogger(__name__)
 
+_LOOK_AGAIN_SECONDS, _SAY_AGAIN_SECONDS = 0.5, 10.0
+"""Between two looks at what the leader's name means, and between two lines that say so."""
+
 _CLOSED = "this agent ends, and asks its engine's other nodes nothing more"
 
 
@@ -95,9 +98,28 @@ class Followers:
         self._waiting: dict[object, list[asyncio.Future[None]]] = {}
         self._closed = False
 
-    def open(self) -> None:
-        """Starts to listen. Raises CkptEngineError: the address or the token cannot be used."""
-        self._link = LeaderLink(self._settings.listening_endpoint(), self._settings.keys(), self._receive)
+    async def open(self, seconds: float) -> None:
+        """Starts to listen. Raises CkptEngineError: the address or the token cannot be used.
+
+        seconds: for the leader's name to mean an address of this host. That of a pod that has just started may be
+        unknown yet, or still mean the pod before it.
+        """
+        keys = self._settings.keys()
+        until, said_at = time.monotonic() + seconds, 0.0
+        while True:
+            try:
+                endpoints = await asyncio.to_thread(self._settings.listening_endpoints)
+                break
+            except CkptEngineError as error:
+                now = time.monotonic()
+                if now >= until:
+                    raise
+                if now >= said_at:
+                    said_at = now + _SAY_AGAIN_SECONDS
+                    words = f"{error.problem.message}; {until - now:.0f} s left (--startup-timeout)"
+                    self._say(f"waiting for the leader's name: {words}")
+            await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+        self._link = LeaderLink(endpoints, keys, self._receive)
         self._link.open()
         self._loop.feed(Start())
 

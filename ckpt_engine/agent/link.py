@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
@@ -35,8 +35,8 @@ OnNodeCommand = Callable[[worker_pb2.NodeCommand], None]
 class LeaderLink:
     """Listens from `open` to `close`. on_message: gets the sender (for `send`) and the message."""
 
-    def __init__(self, endpoint: str, keys: Keys | None, on_message: OnNodeMessage) -> None:
-        self._endpoint = endpoint
+    def __init__(self, endpoints: Sequence[str], keys: Keys | None, on_message: OnNodeMessage) -> None:
+        self._endpoints = endpoints
         self._keys = keys
         self._on_message = on_message
         self._context: zmq.asyncio.Context | None = None
@@ -56,11 +56,12 @@ class LeaderLink:
             socket.curve_server = True
             socket.curve_secretkey = self._keys.leader_secret
             socket.curve_publickey = self._keys.leader_public
-        try:
-            socket.bind(self._endpoint)
-        except zmq.ZMQError as error:
-            self.close()
-            raise precondition(f"the agents of other nodes cannot be heard at {self._endpoint}: {error}") from error
+        for endpoint in self._endpoints:
+            try:
+                socket.bind(endpoint)
+            except zmq.ZMQError as error:
+                self.close()
+                raise precondition(f"the agents of other nodes cannot be heard at {endpoint}: {error}") from error
         self._receiving = asyncio.create_task(self._receive(socket), name="node link")
 
     def send(self, receiver: bytes, command: worker_pb2.NodeCommand) -> None:
@@ -98,10 +99,14 @@ class LeaderLink:
 
 
 class FollowerLink:
-    """Keeps a connection to the leader from `open` to `close`; dials again as needed."""
+    """Keeps a connection to the leader from `open` to `close`; dials again as needed, where the leader's name leads
+    then."""
 
-    def __init__(self, endpoint: str, keys: Keys | None, on_message: OnNodeCommand) -> None:
+    def __init__(self, endpoint: str, keys: Keys | None, on_message: OnNodeCommand, lease: float) -> None:
+        """lease: seconds after which a connection counts as broken on which nothing comes: TCP alone would hold on for
+        many minutes to a host that has gone, while the leader is at another address by now."""
         self._endpoint = endpoint
+        self._lease = lease
         self._keys = keys
         self._on_message = on_message
         self._context: zmq.asyncio.Context | None = None
@@ -113,6 +118,8 @@ class FollowerLink:
         self._context = zmq.asyncio.Context()
         socket = _socket(self._context, zmq.DEALER)
         self._socket = socket
+        socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(self._lease * 250)))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(self._lease * 1000)))
         if self._keys is not None:
             socket.curve_secretkey = self._keys.follower_secret
             socket.curve_publickey = self._keys.follower_public

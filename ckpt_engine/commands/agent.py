@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
 import time
@@ -22,6 +23,7 @@ from ckpt_engine.commands.engine_choice import Engine
 from ckpt_engine.commands.loading import end_loading
 from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr, utc
 from ckpt_engine.commands.options import Deadline, configured_deadlines
+from ckpt_engine.core import stage_memory as stage
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.transports import worker_kinds
 from ckpt_engine.engine.kinds import engine_names
@@ -53,6 +55,14 @@ def _check_transports(transports: list[str] | None) -> list[str] | None:
         if name not in worker_kinds():
             raise typer.BadParameter(f"{name!r} is not one of {', '.join(worker_kinds())}")
     return transports
+
+
+def _check_stage_memory(text: str) -> str:
+    try:
+        stage.stage_bytes(text)
+    except CkptEngineError as error:
+        raise typer.BadParameter(f"{error.problem.message}; or auto, or 0") from error
+    return text
 
 
 def _engine(option: Engine | None, command: Sequence[str]) -> Engine:
@@ -107,13 +117,26 @@ def agent(
         typer.Option(help="Restart an engine that ends: on-failure: if it has worked once; always: also if never."),
     ] = Restart.ON_FAILURE,
     restart_limit: Annotated[int, typer.Option(help="Restarts in a row before giving up; 0: no limit.", min=0)] = 0,
-    nodes: Annotated[int, typer.Option(help="Nodes that the launched engine spans; each has an agent.", min=1)] = 1,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            help="Nodes that the launched engine spans; each has an agent. Default: 1, or LWS_GROUP_SIZE.",
+            min=1,
+        ),
+    ] = None,
     node_rank: Annotated[
-        int,
-        typer.Option(envvar="CKPT_ENGINE_NODE_RANK", help="Number of this node; node 0 leads and has the HTTP server."),
-    ] = 0,
+        int | None,
+        typer.Option(
+            envvar="CKPT_ENGINE_NODE_RANK",
+            help="Number of this node; node 0 leads and has the HTTP server. Default: 0, or LWS_WORKER_INDEX.",
+        ),
+    ] = None,
     leader: Annotated[
-        str, typer.Option(help="HOST:PORT where the agent of node 0 listens for the others; equal on all nodes.")
+        str,
+        typer.Option(
+            help="HOST:PORT where the agent of node 0 listens for the others; equal on all nodes. "
+            "Default: LWS_LEADER_ADDRESS, port 7100."
+        ),
     ] = "",
     node_token: Annotated[
         Path | None, typer.Option(help="File with a secret (32 bytes or more) that the agents of all nodes share.")
@@ -141,6 +164,16 @@ def agent(
     startup_timeout: Annotated[float, typer.Option(help="Seconds for the engine to answer.", min=1)] = 600.0,
     deadline: Deadline = None,
     engine_output: Annotated[bool, typer.Option(help="Show the engine's own output as well.")] = False,
+    stage_memory: Annotated[
+        str,
+        typer.Option(
+            envvar=stage.ENVIRONMENT,
+            metavar="SIZE|auto|0",
+            callback=_check_stage_memory,
+            help="Memory of each worker, on its device, into which it brings a version before the pause; auto: at most "
+            "half of what is free (docs/staging.md).",
+        ),
+    ] = stage.NONE,
     metrics: Annotated[
         str,
         typer.Option(
@@ -191,6 +224,12 @@ def agent(
             "--url attaches to an engine that runs; --model, --port and what stands behind -- are for launching one",
             param_hint="--url",
         )
+    if url and stage_memory not in (stage.NONE, os.environ.get(stage.ENVIRONMENT)):
+        raise typer.BadParameter(
+            f"an engine that runs has its stage memory by its own environment: start it with {stage.ENVIRONMENT}="
+            f"{stage_memory}",
+            param_hint=stage.OPTION,
+        )
     modes = {
         Mode.STANDALONE: manager_pb2.MODE_STANDALONE,
         Mode.HYBRID: manager_pb2.MODE_HYBRID,
@@ -213,6 +252,7 @@ def agent(
         startup_timeout,
         sleeps=mode is not Mode.STANDALONE,
         advertise=advertise,
+        stage_memory=stage_memory,
     )
     deadlines = configured_deadlines(deadline)
     log_to_stderr(log_level, log_format, **fields)
@@ -222,10 +262,13 @@ def agent(
         options = ["--manager", manager, "--log-level", log_level, "--log-format", log_format]
         own_relay = OwnRelay([*options, *(["--advertise", advertise] if advertise else [])], deadlines, say)
     try:
-        node = NodeSettings(nodes, node_rank, leader, node_token)
+        node = NodeSettings.found(nodes, node_rank, leader, node_token, os.environ)
+        if url and node.nodes > 1:
+            alone = (
+                "; LWS_GROUP_SIZE says so, and `--nodes 1` is for an engine in this pod alone" if nodes is None else ""
+            )
+            raise ValueError(f"--url: an engine on {node.nodes} nodes is launched by its agents{alone}")
         if node.rank > 0:
-            if url:
-                raise ValueError("--url: an engine on several --nodes is launched by its agents")
             if metrics:
                 raise ValueError("--metrics: the agent of node 0 has those of the whole replica")
             agent = FollowingAgent(
@@ -238,6 +281,7 @@ def agent(
                 say,
                 _pass_on if engine_output else None,
                 sleeps=launch.sleeps,
+                stage_memory=stage_memory,
             )
             _run_to_the_end(agent, own_relay)
             return

@@ -12,6 +12,7 @@ from ckpt_engine.commands.choices import Dtype, GpuLink, Policy, TrainerMemory, 
 from ckpt_engine.commands.engine_choice import Engine
 from ckpt_engine.commands.progress import refusal_exit
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.stage_memory import NONE
 from ckpt_engine.engine.kinds import DEFAULT, UnknownAdapterError
 
 
@@ -55,6 +56,10 @@ def plan(
     everything: Annotated[bool, typer.Option("--everything", help="Relays hold the whole model.")] = False,
     relay_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of each relay, such as 200GiB.")] = "",
     host_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of each host, such as 2TiB.")] = "",
+    stage_memory: Annotated[
+        str,
+        typer.Option(metavar="SIZE|auto|0", help="Stage memory of each worker; auto: as much as a version wants."),
+    ] = NONE,
     prefetch: Annotated[
         Policy, typer.Option(help="Whether relays bring the weights before anything is paused.")
     ] = Policy.AUTO,
@@ -99,6 +104,7 @@ def plan(
         everything=everything,
         relay_memory=relay_memory,
         host_memory=host_memory,
+        stage_memory=stage_memory,
         prefetch=prefetch.value,
         until=until.value,
         rates=rates,

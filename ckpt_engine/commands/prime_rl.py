@@ -69,7 +69,7 @@ def prime_rl(
             raise invalid(f"--lineage has at most {LINEAGE_BYTES - RUNS_BYTES} bytes")
         security.check()
         host, _ = split_address(listen, "--listen")
-        check_reach(host, security)
+        check_reach(host, authenticates=security.authenticates, insecure=security.insecure)
         settings = PrimeRlSettings(
             manager=manager,
             lineage=lineage,

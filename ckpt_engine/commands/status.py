@@ -144,7 +144,7 @@ def version_of(identity: weights_pb2.Identity) -> str:
 
 def _troubles(answer: manager_pb2.GetStatusResponse) -> list[Text]:
     """Lines below the table: why replicas do not serve, or could not take the last version; engines with wrong version
-    labels; slow relays. Yellow: it serves."""
+    labels; stage memory; slow relays. Yellow: it serves."""
     lines = []
     for replica in answer.replicas:
         unfit = f"left out of updates: {replica.unfit.message}" if replica.HasField("unfit") else ""
@@ -159,6 +159,8 @@ def _troubles(answer: manager_pb2.GetStatusResponse) -> list[Text]:
             lines.append(Text(f"{replica.name}: {replica.label_problem}", style="yellow"))
         if replica.engine_check:
             lines.append(Text(f"{replica.name}: {replica.engine_check}", style="yellow"))
+        if replica.stage_memory:
+            lines.append(Text(f"{replica.name}: stage memory: {replica.stage_memory}", style="dim"))
         for each in replica.unopened:
             words = f"worker {each.worker_rank} could not open {each.source} over {each.transport}: {each.reason}"
             lines.append(Text(f"{replica.name}: {words}", style="yellow"))

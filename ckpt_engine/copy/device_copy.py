@@ -16,7 +16,7 @@ from functools import cache
 
 import torch
 
-from ckpt_engine.copy import copy_kernel
+from ckpt_engine.copy import background, copy_kernel
 from ckpt_engine.copy.device_work import DeviceWork, Pair, Segment
 from ckpt_engine.copy.staging import StagedFeed
 from ckpt_engine.core.problems import internal
@@ -106,11 +106,16 @@ class QueuedCopies:
             _drain(stream)
 
 
-@cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """The stream of a GPU's copies: one, so that copies arrive in the order in which they are queued. Its priority is
-    above that of digests of the same process."""
-    return torch.cuda.Stream(device, priority=-1)
+    """The stream of a GPU's copies: one, so that copies arrive in the order in which they are queued; another one for
+    those in the background."""
+    return _made_stream(device, background.is_background())
+
+
+@cache
+def _made_stream(device: int, gives_way: bool) -> torch.cuda.Stream:
+    """A stream. Its priority is above that of digests of the same process, unless it gives way."""
+    return torch.cuda.Stream(device, priority=0 if gives_way else -1)
 
 
 class _GpuCopy:
@@ -119,7 +124,6 @@ class _GpuCopy:
     def __init__(self, device: torch.device, direct: list[Pair], pageable: list[Pair]) -> None:
         self._device = device
         with torch.cuda.device(device):
-            self._stream = _stream(device.index)
             self._work = DeviceWork(direct, device)
             self._feed = StagedFeed(pageable, device) if pageable else None
             # Tables were copied, and kernels loaded, on the current stream.
@@ -135,15 +139,17 @@ class _GpuCopy:
 
     def queue(self, queued: QueuedCopies) -> None:
         with torch.cuda.device(self._device):
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._stream):
-                queued.add(self._stream, self._work.segments)
+            stream = _stream(self._device.index)
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(stream):
+                queued.add(stream, self._work.segments)
 
     def run(self, on_bytes: Callable[[int], None] | None) -> None:
         with torch.cuda.device(self._device):
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._stream):
-                flight = _Flight(self._stream, on_bytes)
+            stream = _stream(self._device.index)
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(stream):
+                flight = _Flight(stream, on_bytes)
                 try:
                     for segment in self._work.segments:
                         flight.queue(segment)
@@ -151,7 +157,7 @@ class _GpuCopy:
                         self._feed.run(flight)
                     flight.wait(0)
                 except BaseException:
-                    _drain(self._stream)
+                    _drain(stream)
                     raise
 
 
@@ -166,7 +172,7 @@ class _Flight:
         self._last_report = time.monotonic()
 
     def queue(self, segment: Segment) -> int:
-        self.wait(IN_FLIGHT - 1)
+        self.wait((background.IN_FLIGHT if background.is_background() else IN_FLIGHT) - 1)
         segment.queue(self._stream.cuda_stream)
         event = torch.cuda.Event()
         event.record(self._stream)
@@ -211,4 +217,4 @@ def _drain(stream: torch.cuda.Stream) -> None:
 
 
 def _pause() -> None:
-    time.sleep(_POLL_SECONDS)
+    time.sleep(background.POLL_SECONDS if background.is_background() else _POLL_SECONDS)

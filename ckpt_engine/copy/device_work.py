@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from ckpt_engine.copy import copy_kernel
+from ckpt_engine.copy import background, copy_kernel
 from ckpt_engine.copy.blocks import RowBlock, align, blocks_of, cut, merge
 from ckpt_engine.cuda.driver import CudaDriverError, driver
 from ckpt_engine.cuda.elsewhere import lies_elsewhere
@@ -41,6 +41,10 @@ ENGINE_BYTES = {Side.SAME: 1 << 62, Side.PEER: 1 << 20, Side.HOST: 64 << 10, Sid
 
 SEGMENT_BYTES = {Side.SAME: 4 << 30, Side.PEER: 512 << 20, Side.HOST: 128 << 20, Side.TO_HOST: 128 << 20}
 """Bytes of a segment: a few milliseconds of work, after which a run can be stopped."""
+
+
+def _segment_bytes(side: Side) -> int:
+    return background.SEGMENT_BYTES if background.is_background() else SEGMENT_BYTES[side]
 
 
 class Segment(NamedTuple):
@@ -117,9 +121,10 @@ class DeviceWork:
         tables: dict[tuple[int, bool], list[RowBlock]] = defaultdict(list)
         runs: list[RowBlock] = []
         small: list[RowBlock] = []
+        segment_bytes = _segment_bytes(side)
         for block in blocks:
             if block.rows == 1 and (block.length >= ENGINE_BYTES[side] or not self._kernel):
-                runs += cut(block, SEGMENT_BYTES[side])
+                runs += cut(block, segment_bytes)
             else:
                 small.append(block)
         # Only what the kernel copies is merged: an engine refuses a run over two allocations that happen to touch.
@@ -132,14 +137,14 @@ class DeviceWork:
         for run in runs:
             batch.append(run)
             size += run.length
-            if size >= SEGMENT_BYTES[side] or run is runs[-1]:
+            if size >= segment_bytes or run is runs[-1]:
                 self.segments.append(Segment(size, partial(_queue_runs, batch)))
                 batch, size = [], 0
         for (alignment, _), parts in tables.items():
             self._add_table(side, copy_kernel.CopyTable(parts, self._device, alignment, near=side is Side.SAME))
 
     def _add_table(self, side: Side, table: copy_kernel.CopyTable) -> None:
-        for first, end, size in table.segments(SEGMENT_BYTES[side]):
+        for first, end, size in table.segments(_segment_bytes(side)):
             self.segments.append(Segment(size, partial(_queue_lines, table, first, end)))
             self.launches += 1
 

@@ -20,7 +20,7 @@ from math import isfinite
 from typing import Literal, NamedTuple, TypeAlias
 
 from ckpt_engine.core.problems import invalid
-from ckpt_engine.core.transports import is_of_gpus, is_over_network, transport_kinds
+from ckpt_engine.core.transports import is_collective, is_of_gpus, is_over_network, transport_kinds
 
 Memory: TypeAlias = Literal["host", "gpu"]
 """Where weights lie at the end of an edge, or where they are digested."""
@@ -146,24 +146,48 @@ def of_work(work: Iterable[ProcessWork], rates: Mapping[str, float], verb: str) 
     return _busiest(lanes)
 
 
+def before_the_pause(
+    installs: Iterable[PredictedEdge], rooms: Mapping[str, int] | None
+) -> tuple[list[PredictedEdge], list[PredictedEdge]]:
+    """Splits the edges of workers into what is brought into stage memory before the pause and what is read in it.
+
+    rooms: bytes of stage memory, by reader; None: enough for all. Slower links come first; what lies on the worker's
+    own GPU is read in the pause, as fast as from stage memory.
+    """
+    early: list[PredictedEdge] = []
+    rest: list[PredictedEdge] = []
+    room = dict(rooms or {})
+    for edge in sorted(installs, key=lambda edge: is_of_gpus(edge.transport)):
+        free = edge.bytes if rooms is None else room.get(edge.reader, 0)
+        size = 0 if edge.same_gpu or is_collective(edge.transport) else min(edge.bytes, free)
+        room[edge.reader] = free - size
+        early += [edge._replace(bytes=size)] if size else []
+        rest += [edge._replace(bytes=edge.bytes - size)] if size < edge.bytes else []
+    return early, rest
+
+
 def predict(
     rates: Rates,
     *,
     sealed: Sequence[ProcessWork] = (),
     copied: Sequence[ProcessWork] = (),
     fills: Sequence[Sequence[PredictedEdge]] = (),
+    early: Sequence[PredictedEdge] = (),
     installs: Sequence[PredictedEdge] = (),
     verified: Sequence[ProcessWork] = (),
 ) -> dict[str, Expected]:
     """Predicts each stage of which something is known, in the order of STAGES.
 
     sealed: what sources digest; copied: what they copy before. fills: the edges of relays, wave by wave: each wave
-    begins when the one before has ended. installs: the edges of workers. verified: what workers digest.
+    begins when the one before has ended. early: what workers bring into stage memory, and copy from there in the
+    pause. installs: what they read in the pause. verified: what they digest then.
     """
+    staged = [ProcessWork(edge.reader, edge.bytes, edge.reader_host, edge.memory) for edge in early]
     found: dict[str, Expected | None] = {
         SEAL: _after(of_work(copied, rates.copy, "copies on"), of_work(sealed, rates.digest, "digests on")),
         FILL: _after(*(over_lanes(wave, rates) for wave in fills)),
-        "transfer": over_lanes(installs, rates),
+        "ready": over_lanes(early, rates),
+        "transfer": _after(over_lanes(installs, rates), of_work(staged, rates.copy, "copies on")),
         "verify": of_work(verified, {**rates.digest, **rates.verify}, "digests on"),
     }
     for stage, seconds in rates.seconds.items():

@@ -8,6 +8,8 @@ from uuid import UUID
 import torch
 
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.sizes import in_words
+from ckpt_engine.core.stage_memory import AUTO, OPTION
 from ckpt_engine.digest import cuda as digest_cuda
 from ckpt_engine.digest.boxes import digest_box
 from ckpt_engine.digest.prepared import prepare_digests
@@ -76,6 +78,9 @@ def _one(ordinal: int) -> Iterator[Row]:
         yield name, False, f"{properties.name}: {str(error).splitlines()[0]}"
         return
     yield name, True, f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    free, _ = torch.cuda.mem_get_info(ordinal)
+    room = f"{in_words(free)} are free now: {OPTION} {AUTO} takes at most half of what is free once an engine is up"
+    yield f"{name}, {OPTION}", None, room
     for what, copied in (("live parameters", False), ("copies", True)):
         why = _why_not_lent(tensor, copied)
         advice = "; weights go through shared memory" if copied else "; they are copied on the GPU at each update"

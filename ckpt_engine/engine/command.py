@@ -80,5 +80,9 @@ def completed(options: Options, model_option: str, model: str, port: int) -> tup
 
 
 def _local_url(host: str, port: int) -> str:
-    """The URL for reaching a server on this host that listens at `host`; empty: at loopback."""
-    return f"http://{join_address('127.0.0.1' if host in ('', '0.0.0.0', '::') else host, port)}"
+    """The URL for reaching a server on this host that listens at `host`; empty: at loopback.
+
+    One that listens at `::` may refuse IPv4 there (uvicorn's own socket does) or take it.
+    """
+    own = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{join_address(own, port)}"

@@ -51,6 +51,18 @@ class StagedLayer:
     finish: Callable[[], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """How one layer comes to the quantised form that its kernels read.
+
+    published: its weights are published quantised, with their scales; else the engine quantises them after loading.
+    method: of the engine, by the name of its class.
+    """
+
+    published: bool
+    method: str
+
+
 class LoadTarget(Protocol):
     """One worker's model, for our code. Exceptions of its methods become a Problem and never leave our code."""
 
@@ -96,6 +108,10 @@ class LoadTarget(Protocol):
 
     def staged(self) -> Collection[str]:
         """Names of `named_tensors()` that `staging` materialises during an install; empty for a plain model."""
+        ...
+
+    def quantised(self) -> Mapping[str, Quantised]:
+        """The quantised layers by name; for reports."""
         ...
 
     def staging(self) -> AbstractContextManager[Iterator[StagedLayer]]:
@@ -191,6 +207,9 @@ class ModuleTarget:
 
     def staged(self) -> Collection[str]:
         return ()
+
+    def quantised(self) -> Mapping[str, Quantised]:
+        return {}
 
     def staging(self) -> AbstractContextManager[Iterator[StagedLayer]]:
         return nullcontext(iter(()))

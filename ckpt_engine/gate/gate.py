@@ -15,9 +15,8 @@ from __future__ import annotations
 import hmac
 import json
 import math
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, ClassVar
-from urllib.parse import parse_qs
 
 from ckpt_engine.core.loopback import is_loopback
 from ckpt_engine.core.openai_errors import error_object
@@ -26,8 +25,10 @@ from ckpt_engine.gate.directory import TOKEN_HEADER, EngineDirectory
 from ckpt_engine.gate.holding import DecisionKind, GateDecision
 from ckpt_engine.gate.page import Admission, EnginePage
 from ckpt_engine.gate.reader import StateReader
+from ckpt_engine.gate.readiness import ReadyQuestion
 from ckpt_engine.gate.routes import EngineRoutes, RouteAccess, listed
 from ckpt_engine.gate.waiting import WaitingRoom
+from ckpt_engine.v1 import weights_pb2
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -43,7 +44,8 @@ body comes slowly. Only the body can say which version made them."""
 INFO_ROUTE = "/ckpt_engine/info"
 READY_ROUTE = "/ckpt_engine/ready"
 """For load balancers and probes, from anywhere: 200 while requests are let in or held, 503 with the reason while they
-are refused. With `?strict=1` it is 200 only while they are let in."""
+are refused. With `?strict=1` it is 200 only while they are let in; with `?at_least=N` and `&lineage=NAME` only with
+such a version."""
 ROUTES_ROUTE = "/ckpt_engine/routes"
 """Every route of the engine with its class, for the agent only."""
 
@@ -154,31 +156,46 @@ class Gate:
         finally:
             request.close()
 
-    async def _refuse(self, decision: GateDecision, scope: Scope, send: Send, probe: bool = False) -> None:
-        """Refuses a request. probe: it is not a request for tokens, and is not counted."""
-        if not probe:
-            self._counts.refused(decision.reason)
+    async def _refuse(self, decision: GateDecision, scope: Scope, send: Send) -> None:
+        self._counts.refused(decision.reason)
+        await self._answer_503(decision, scope, send)
+
+    async def _answer_503(
+        self, decision: GateDecision, scope: Scope, send: Send, members: Mapping[str, object] | None = None
+    ) -> None:
+        """Answers with the decision's reason. members: more of the body."""
         remaining = math.ceil(decision.until - self._state.clock())
         detail = f"this replica does not serve now: {decision.detail}"
-        await _refuse(scope, send, 503, detail, decision.reason, remaining if remaining > 0 else None)
+        retry_after = remaining if remaining > 0 else None
+        await _refuse(scope, send, 503, detail, decision.reason, retry_after, members)
 
     def _has_token(self, scope: Scope) -> bool:
         token = next((value for name, value in scope["headers"] if name == _TOKEN_HEADER), b"")
         return hmac.compare_digest(token, self._token)
 
     async def _ready(self, scope: Scope, send: Send) -> None:
+        try:
+            question = ReadyQuestion.from_query(scope.get("query_string", b"").decode("latin-1"))
+        except ValueError as error:
+            await _refuse(scope, send, 400, f"{READY_ROUTE}: {error}", "bad_question")
+            return
         decision = self._state.decision()
-        strict = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("strict", ["0"])[-1]
         limits, state = self._state.limits, decision.verdict
         keeps = decision.kind is DecisionKind.HOLD and limits.seconds > 0 and not self._waiting.full(limits)
-        if decision.kind is DecisionKind.ADMIT:
-            version = state.identity.version if state.identity else None
-            body = {"ready": True, "open": True, "version": version}
-            await answer_json(send if state.identity is None else _with_version(send, state), 200, body)
-        elif keeps and strict in ("", "0", "false"):
-            await answer_json(send, 200, {"ready": True, "open": False, "version": None})
+        if decision.kind is not DecisionKind.ADMIT and (question.strict or not keeps):
+            await self._answer_503(decision, scope, send, _version_members(state.identity))
+            return
+        # While an update writes, the next version is not known yet: the one before it counts.
+        identity = state.identity if state.open else self._state.last_identity
+        reason, detail = question.unmet(identity)
+        if reason:
+            words = f"this replica does not serve what is asked for: {detail}"
+            await _refuse(scope, send, 503, words, reason, members=_version_members(identity))
+        elif decision.kind is DecisionKind.ADMIT:
+            body = {"ready": True, "open": True, **_version_members(identity)}
+            await answer_json(send if identity is None else _with_version(send, state), 200, body)
         else:
-            await self._refuse(decision, scope, send, probe=True)
+            await answer_json(send, 200, {"ready": True, "open": False, **_version_members(None)})
 
     async def _information(self, scope: Scope, send: Send) -> None:
         client = scope.get("client")
@@ -218,6 +235,13 @@ def _with_version(send: Send, state: Admission) -> Send:
     return send_with_version
 
 
+def _version_members(identity: weights_pb2.Identity | None) -> dict[str, object]:
+    """A version in the body of an answer. None: the engine holds none that is whole, or weights of its own."""
+    if identity is None:
+        return {"version": None, "lineage": None}
+    return {"version": identity.version, "lineage": identity.lineage}
+
+
 def _agents_only(route: str, access: RouteAccess) -> str:
     if access is RouteAccess.CONTROL:
         return f"{route} is for this replica's agent only"
@@ -234,20 +258,27 @@ def _announced(scope: Scope) -> int:
 
 
 async def _refuse(
-    scope: Scope, send: Send, status: int, detail: str, reason: str, retry_after: int | None = None
+    scope: Scope,
+    send: Send,
+    status: int,
+    detail: str,
+    reason: str,
+    retry_after: int | None = None,
+    members: Mapping[str, object] | None = None,
 ) -> None:
-    """Sends a refusal. detail: for people. reason: for programs."""
+    """Sends a refusal. detail: for people. reason: for programs. members: more of the body."""
     if scope["type"] == "websocket":
         code = {403: 1008, 503: 1013}[status]  # policy violation; try again later
         await send({"type": "websocket.close", "code": code, "reason": detail[:120]})
         return
     problem = {
         "type": "about:blank",
-        "title": {403: "Forbidden", 503: "Service Unavailable"}[status],
+        "title": {400: "Bad Request", 403: "Forbidden", 503: "Service Unavailable"}[status],
         "status": status,
         "detail": detail,
         "reason": reason,
         "error": error_object(status, reason, detail),
+        **(members or {}),
     }
     body = json.dumps(problem).encode()
     headers = [] if retry_after is None else [(b"retry-after", str(retry_after).encode())]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from ckpt_engine.gate.holding import GateDecision, decide
 from ckpt_engine.gate.page import Admission, EnginePage, HoldLimits, RequestHold
+from ckpt_engine.v1 import weights_pb2
 
 _LIVENESS_SECONDS = 0.05
 
@@ -22,6 +23,7 @@ class StateReader:
         self.clock = clock
         self.hold = RequestHold()
         self.limits = HoldLimits()
+        self.last_identity: weights_pb2.Identity | None = None  # the version of the last look that found whole weights
         self._page = page
         self._raw = b""
         self._again = 0.0
@@ -38,6 +40,8 @@ class StateReader:
             self._decision = decision = decide(
                 self._page.read(), self._page.marked(), self.hold, now, self._page.alone(now)
             )
+            if decision.verdict.open:
+                self.last_identity = decision.verdict.identity
             self._again = now + _LIVENESS_SECONDS
             if now < decision.until:
                 self._again = min(self._again, decision.until)

@@ -50,7 +50,7 @@ def check(settings: GatewaySettings) -> None:
         split_address(settings.manager, "--manager")
     settings.security.check()
     host, _ = split_address(settings.listen, "--listen")
-    check_reach(host, settings.security)
+    check_reach(host, authenticates=settings.security.authenticates, insecure=settings.security.insecure)
 
 
 def _check_url(url: str) -> None:

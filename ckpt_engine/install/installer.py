@@ -1,7 +1,8 @@
 """Brings one worker's model from one weight version to the next, and proves it.
 
 `prepare` records what the model needs of a manifest and changes nothing. `ready` opens, maps and compiles what a plan
-needs, before the engine pauses. `install` follows a plan that is ready, in two steps:
+needs, before the engine pauses, and begins to bring it into stage memory, where there is some (early_copy.py).
+`install` follows a plan that is ready, in two steps:
 
 - *Bring*: check all that can be checked, mark the worker DIRTY, read the bytes into the model. In a collective
   (part.py) the worker votes before it is DIRTY.
@@ -16,6 +17,7 @@ memory stay the same (plans.py).
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,14 +29,17 @@ from google.protobuf.message import DecodeError
 from ckpt_engine.core.manifest import DIGEST_FORMAT, blob_digest, check_spec
 from ckpt_engine.core.names import some
 from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, internal, invalid
-from ckpt_engine.engine.target import LoadTarget, StagedLayer
+from ckpt_engine.core.stage_memory import NONE
+from ckpt_engine.engine.target import LoadTarget, Quantised, StagedLayer
 from ckpt_engine.gate.page import LINEAGE_BYTES, WorkerSlot
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.install.constants import Constants
+from ckpt_engine.install.early_copy import EarlyCopies, EarlyVersion, Tell
 from ckpt_engine.install.part import InstallPart
 from ckpt_engine.install.plans import ReadyPlan, ReadyPlans
 from ckpt_engine.install.ready import Ready, await_device, warm_up
 from ckpt_engine.install.resolve import bind
+from ckpt_engine.install.stage_memory import StageMemory
 from ckpt_engine.record.loading import load
 from ckpt_engine.record.record import record
 from ckpt_engine.record.recording import Handover, Recording, TensorLayout, handover_name
@@ -54,12 +59,22 @@ _MOST_NAMES = 16
 class Installer:
     """One worker's installer. Used from one thread at a time."""
 
-    def __init__(self, target: LoadTarget, slot: WorkerSlot, transports: Mapping[str, Transport]) -> None:
-        """transports: of this process, by name (`transport.registry.all_transports()`)."""
+    def __init__(
+        self,
+        target: LoadTarget,
+        slot: WorkerSlot,
+        transports: Mapping[str, Transport],
+        stage: StageMemory | None = None,
+        tell: Tell = lambda _: True,
+    ) -> None:
+        """transports: of this process, by name (`transport.registry.all_transports()`). stage: memory for what is
+        brought before a pause. tell: takes the news of that."""
         self._target = target
         self._slot = slot
         self._recordings: OrderedDict[bytes, tuple[Recording, object]] = OrderedDict()
         self._plans = ReadyPlans(target, slot.rank, dict(transports), self.recorded)
+        self._early = EarlyCopies(stage or StageMemory(NONE, torch.device("cpu")))
+        self._tell = tell
         self._part = InstallPart(target)
         self._constants = Constants(target)
         self._fence = weights_pb2.Fence()
@@ -79,7 +94,9 @@ class Installer:
 
     def prepare(self, order: worker_pb2.PrepareOrder) -> worker_pb2.WorkerPrepared:
         """Records the loader against a manifest, or finds its recording. Changes no weight. Never raises."""
-        prepared = worker_pb2.WorkerPrepared(fence=order.fence, host=this_host(), digest_format=DIGEST_FORMAT)
+        prepared = worker_pb2.WorkerPrepared(
+            fence=order.fence, host=this_host(), digest_format=DIGEST_FORMAT, stage_memory=self._early.words
+        )
         stop_at = time.monotonic() + order.deadline_seconds
         try:
             self._check_fill(order.fence)
@@ -94,22 +111,30 @@ class Installer:
         The answer names every ready plan: `install` opens, maps and compiles nothing more for it, unless a tensor of
         the model moves or `release` is called before.
         """
-        answer = worker_pb2.WorkerReady(fence=order.fence)
+        answer = worker_pb2.WorkerReady(fence=order.fence, stages=self._early.stages)
+        self._early.stop()
         try:
             self._check_fence(order.fence)
             stop_at = time.monotonic() + order.deadline_seconds
             with self._part.leaving(order):
                 plan = self._plans.open(order.plan, order.deadline_seconds)
                 try:
+                    version = None
                     if not order.asleep:
+                        version = self._early_version(order, plan)
                         plan.lay_out(self._target)
                     self._part.join(order, plan, stop_at - time.monotonic())
                     if order.asleep:
                         answer.plans.append(plan.digest)
+                    if version is not None:
+                        self._early.begin(order, version, self._tell)  # which rests once it has ended
+                        answer.early_bytes = version.layout.bytes
                 finally:
-                    plan.rest()
+                    if not answer.early_bytes:
+                        plan.rest()
         except Exception as error:
             answer.problem.CopyFrom(problem_of(error, "getting ready"))
+        answer.stage_memory = self._early.words
         answer.unopened.extend(self._plans.unopened)
         answer.plans.extend(digest for digest in self._plans.digests if digest not in answer.plans)
         answer.plans.extend(self._part.communicators)
@@ -141,11 +166,32 @@ class Installer:
                 run.plan.rest()
         answer.report.CopyFrom(run.report)
         if run.plan is not None and not run.report.HasField("problem"):
-            answer.edges.extend(run.plan.edges(self._part.memory, self._part.joined(order)))
+            answer.edges.extend(run.plan.edges(self._part.memory, self._part.joined(order), self._early.note))
         answer.seconds = time.monotonic() - started
         if answer.fence == self._fence:
             self._last = answer
         return answer
+
+    def _early_version(self, order: worker_pb2.ReadyOrder, plan: ReadyPlan) -> EarlyVersion | None:
+        """Decides what of a plan is brought into stage memory, from where the install is to copy it. None: nothing."""
+        plan.early = self._early.lay_out(plan.early, plan.resolved, plan.opened) if order.expected else None
+        plan.copies_early(plan.early)
+        if plan.early is None:
+            return None
+        values = _digests_of(order.expected)
+        _check_count(values, plan.resolved.recording)
+        key = plan.digest, order.expected
+        return EarlyVersion(key, plan.early, plan.resolved, plan.opened, plan.rest, values)
+
+    def stop_early(self) -> None:
+        """Ends what is on its way into stage memory."""
+        self._early.stop()
+
+    def give_back(self) -> None:
+        """Frees stage memory, with what lies there, until the next plan is made ready."""
+        self._early.drop(silent=False)
+        self._plans.forget_early()
+        self._early.give_back()
 
     def discarding(self) -> None:
         """Prepares for the engine's discarding of memory: digests the tensors that no update brings, and releases all
@@ -153,18 +199,21 @@ class Installer:
 
         A failure to digest is not raised; the next install reports it.
         """
+        self.give_back()
         self._constants.note()
         self.release()
 
     def release(self) -> None:
         """Releases the memory of all sources and of the model; the next install opens it again. The worker stays a
         member of its collective, since the others would not form another one for it alone."""
+        self._early.drop()
         self._part.release()
         self._plans.release()
 
     def close(self) -> None:
         """Releases as `release` does, and leaves the collective."""
         try:
+            self.give_back()
             self.release()
         finally:
             self._part.close()
@@ -230,10 +279,13 @@ class _InstallRun:
 
     def _ready(self, expected: Sequence[int]) -> tuple[ReadyPlan, Ready]:
         """Makes the plan ready, which costs next to nothing if it was made ready before the pause."""
-        plan = self.plan = self._installer._plans.open(self._order.plan, self._stop_at - time.monotonic())
-        recording = plan.resolved.recording
-        if len(expected) != len(recording.needs):
-            raise invalid(f"{len(expected)} digests are expected for {len(recording.needs)} needs")
+        early = self._installer._early.held((blob_digest(self._order.plan), self._order.expected))
+        unread = early is not None and early.whole
+        plan = self.plan = self._installer._plans.open(self._order.plan, self._stop_at - time.monotonic(), unread)
+        plan.copies_early(early)
+        if early is not None:
+            self.report.early_bytes, self.report.early_seconds = early.bytes, early.seconds
+        _check_count(expected, plan.resolved.recording)
         return plan, plan.lay_out(self._target)
 
     def _bring(self, plan: ReadyPlan, resident: Ready, expected: Sequence[int]) -> None:
@@ -273,13 +325,15 @@ class _InstallRun:
         self._verified = self._verify(resident, recording, expected)
         more = len(self._by_loader) - _MOST_NAMES
         report.by_loader.extend([*self._by_loader[:_MOST_NAMES], *([f"and {more} more"] if more > 0 else [])])
+        report.quantised.extend(_quantised(self._target.quantised()))
         report.verified_as_loaded = len(self._as_loaded)
         report.verified = len(self._verified - self._as_loaded)
         report.tensors = len({need.tensor for need in recording.needs})
-        report.copies = 1 if report.bytes else 0
+        report.copies = (2 if report.early_bytes else 1) if report.bytes else 0
         trace("worker.install", "commit")
         self._slot.clean(self._order.fence.epoch, self._order.identity)
         self._installer._plans.serve(plan)
+        self._installer._early.drop()
         trace("worker.install", "clean")
 
     def _checked_order(self) -> Sequence[int]:
@@ -289,10 +343,7 @@ class _InstallRun:
                 f"an identity needs a lineage of 1 to {LINEAGE_BYTES} bytes and a root of 32 bytes, not "
                 f"{identity.lineage!r} and {len(identity.root)} bytes"
             )
-        try:
-            return weights_pb2.Digests.FromString(self._order.expected).values
-        except DecodeError as error:
-            raise invalid(f"the expected digests cannot be read: {error}") from error
+        return _digests_of(self._order.expected)
 
     def _write(self, ready: Ready) -> None:
         started = time.monotonic()
@@ -313,7 +364,7 @@ class _InstallRun:
             for layer in layers:
                 names = [name for name in layer.tensors if name in waiting]
                 waiting.difference_update(names)
-                ready = Ready(plan.opened, bind(plan.resolved, names, layer.tensors), plan.landed)
+                ready = Ready(plan.opened, bind(plan.resolved, names, layer.tensors, plan.places), plan.landed)
                 self._write(ready)
                 self._as_loaded |= self._verify(ready, recording, expected)
                 unfinished.append(layer)
@@ -389,6 +440,29 @@ class _InstallRun:
                 f"worker {self._slot.rank} had read {self.report.bytes} of {self._total} bytes after "
                 f"{self._order.deadline_seconds:g} s"
             )
+
+
+def _digests_of(expected: bytes) -> Sequence[int]:
+    """The digests of needs in an order. Raises INVALID_ARGUMENT."""
+    try:
+        return weights_pb2.Digests.FromString(expected).values
+    except DecodeError as error:
+        raise invalid(f"the expected digests cannot be read: {error}") from error
+
+
+def _check_count(expected: Sequence[int], recording: Recording) -> None:
+    if len(expected) != len(recording.needs):
+        raise invalid(f"{len(expected)} digests are expected for {len(recording.needs)} needs")
+
+
+def _quantised(layers: Mapping[str, Quantised]) -> Iterator[manager_pb2.QuantisedLayers]:
+    """The rows of a report: layers that are quantised alike, by the pattern of their names."""
+    alike: dict[Quantised, list[str]] = {}
+    for name, how in layers.items():
+        alike.setdefault(how, []).append(re.sub(r"\d+", "#", name))
+    for how, names in alike.items():
+        patterns = [*dict.fromkeys(names)][:_MOST_NAMES]
+        yield manager_pb2.QuantisedLayers(published=how.published, method=how.method, layers=len(names), names=patterns)
 
 
 def _differs(recording: Recording, mismatches: Sequence[int]) -> CkptEngineError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from google.protobuf.message import DecodeError
@@ -18,10 +18,12 @@ from ckpt_engine.core.boxes import Box
 from ckpt_engine.core.manifest import blob_digest
 from ckpt_engine.core.offers import another_way, unopened
 from ckpt_engine.core.problems import invalid, precondition
+from ckpt_engine.core.sizes import in_words
 from ckpt_engine.core.transports import is_collective
 from ckpt_engine.engine.target import LoadTarget
+from ckpt_engine.install.early_copy import EarlyLayout
 from ckpt_engine.install.ready import Ready
-from ckpt_engine.install.resolve import Resolved, bind, resolve
+from ckpt_engine.install.resolve import NOTHING_EARLY, Resolved, bind, resolve
 from ckpt_engine.install.standing import Standing
 from ckpt_engine.record.recording import Recording
 from ckpt_engine.torch_dtypes import torch_dtype
@@ -46,16 +48,36 @@ class ReadyPlan:
     landed: dict[tuple[int, Box], torch.Tensor] | None = None
     unopened: tuple[weights_pb2.Unopened, ...] = ()  # regions that could not be opened and are read another way
     device: torch.device | None = None  # of `landed`
+    early: EarlyLayout | None = None  # what of it may be brought into stage memory, and where to
+    places: Mapping[int, torch.Tensor] = field(
+        default_factory=lambda: NOTHING_EARLY
+    )  # by need: what the install copies from stage memory
+    laid: Mapping[int, torch.Tensor] = field(
+        default_factory=lambda: NOTHING_EARLY
+    )  # the `places` with which `resident` was made
 
     def lay_out(self, target: LoadTarget) -> Ready:
-        """Makes the work on resident tensors, again only if one of them has moved. Checks every move."""
-        if self.resident is None or self.standing is None or not self.standing.holds():
+        """Makes the work on resident tensors, again only if one of them has moved, or if what it copies from stage
+        memory is another. Checks every move."""
+        stands = self.standing is not None and self.standing.holds() and self.laid is self.places
+        if self.resident is None or not stands:
             tensors = dict(target.named_tensors())
             names = [name for name in self.resolved.work if name not in self.staged]
             with span("worker.ready", "layout"):
-                self.resident = Ready(self.opened, bind(self.resolved, names, tensors))
+                self.resident = Ready(self.opened, bind(self.resolved, names, tensors, self.places))
             self.standing = Standing(target.root, {name: tensors[name] for name in names})
+            self.laid = self.places
         return self.resident
+
+    def copies_early(self, layout: EarlyLayout | None) -> None:
+        """Has the install copy from stage memory what lies there by `layout`; None: nothing does."""
+        self.places = NOTHING_EARLY if layout is None else layout.places
+
+    def forget_early(self) -> None:
+        """Forgets stage memory, which is about to be freed."""
+        if self.laid is not NOTHING_EARLY:
+            self.resident = self.standing = None
+        self.early, self.places, self.laid = None, NOTHING_EARLY, NOTHING_EARLY
 
     def make_room(self, device: torch.device) -> None:
         """Makes `landed`, on the device that a collective unpacks on, unless it exists. It takes memory only for
@@ -81,9 +103,10 @@ class ReadyPlan:
         """Bytes of `landed`."""
         return sum(memory.nbytes for memory in (self.landed or {}).values())
 
-    def edges(self, memory: int = 0, joined: float = 0.0) -> Iterator[manager_pb2.EdgeReport]:
+    def edges(self, memory: int = 0, joined: float = 0.0, early_note: str = "") -> Iterator[manager_pb2.EdgeReport]:
         """Reports each edge of the plan, with the transport's notes. memory: bytes of a collective member's buffers.
-        joined: seconds that the engine computed nothing while it joined, before the pause."""
+        joined: seconds that the engine computed nothing while it joined, before the pause. early_note: why less than
+        could be lay in stage memory."""
         notes = self.resident.notes if self.resident is not None else {}
         buffers = f"{(memory + self.buffers) / (1 << 20):.1f} MiB of buffers, kept on the worker's side"
         if joined:
@@ -91,7 +114,10 @@ class ReadyPlan:
         for edge in self.resolved.edges:
             report = manager_pb2.EdgeReport()
             report.CopyFrom(edge)
-            own = (buffers,) if is_collective(edge.transport) else notes.get(edge.transport, ())
+            own = [buffers] if is_collective(edge.transport) else list(notes.get(edge.transport, ()))
+            if self.early is not None and self.places and (size := self.early.by_transport.get(edge.transport)):
+                own.append(f"{in_words(size)} over {edge.transport} lay in stage memory before the pause")
+            own += [early_note] if early_note and not is_collective(edge.transport) else []
             report.reason = "; ".join([edge.reason, *own])
             yield report
 
@@ -103,6 +129,7 @@ class ReadyPlan:
 
     def close(self) -> None:
         """Releases the sources' memory."""
+        self.forget_early()
         self.resident = self.landed = self.standing = None
         for regions in self.opened.values():
             regions.close()
@@ -133,11 +160,12 @@ class ReadyPlans:
         """Digests of the kept plans that are laid out."""
         return [digest for digest, plan in self._plans.items() if plan.resident is not None]
 
-    def open(self, plan_bytes: bytes, seconds: float) -> ReadyPlan:
+    def open(self, plan_bytes: bytes, seconds: float, unread: bool = False) -> ReadyPlan:
         """Opens a plan's regions, or checks that open ones are still the published ones. Changes no weight.
 
         Then it closes other plans, except the served one if that can still be read. seconds: how long sources may take
-        to answer. Raises INVALID_ARGUMENT, FAILED_PRECONDITION (plan and model do not fit) and what transports raise.
+        to answer. unread: nothing will be read from sources, so open ones are not asked. Raises INVALID_ARGUMENT,
+        FAILED_PRECONDITION (plan and model do not fit) and what transports raise.
         """
         digest = blob_digest(plan_bytes)
         plan = self._plans.get(digest)
@@ -150,7 +178,7 @@ class ReadyPlans:
                 before.close()
         else:
             try:
-                for regions in plan.opened.values():
+                for regions in () if unread else plan.opened.values():
                     regions.check()
             except BaseException:
                 self._plans.pop(digest).close()  # so that the next attempt opens it again
@@ -161,6 +189,11 @@ class ReadyPlans:
             if not still:
                 self._plans.pop(other).close()
         return plan
+
+    def forget_early(self) -> None:
+        """Forgets stage memory in all plans."""
+        for plan in self._plans.values():
+            plan.forget_early()
 
     def serve(self, plan: ReadyPlan) -> None:
         """Notes that this plan's weights were installed."""

@@ -40,7 +40,8 @@ class Ready:
     def __init__(self, opened: Mapping[str, OpenedRegions], bound: Bound, landed: Landed | None = None) -> None:
         """landed: memory into which a collective has brought the arrivals; None: it writes them to the tensors."""
         copies = {name: opened[name].prepare(moves) for name, moves in bound.moves.items()}
-        self._copies = list(copies.values())
+        early = [TensorCopy(bound.early)] if bound.early else []
+        self._copies = [*early, *copies.values()]
         self.arrivals = bound.arrivals if landed is None else []  # that a collective is to write to these tensors
         self._landed = (
             None

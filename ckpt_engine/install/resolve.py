@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 
@@ -19,6 +20,9 @@ from ckpt_engine.record.recording import Copy, Recording, TensorLayout, handover
 from ckpt_engine.torch_dtypes import halves
 from ckpt_engine.transport.base import Move
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+NOTHING_EARLY: Mapping[int, torch.Tensor] = MappingProxyType({})
+"""No need lies in stage memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,7 @@ class Destination:
 class PieceRead:
     """The read of one piece into one destination."""
 
+    need: int
     tensor: int  # of the manifest
     box: Box  # of that tensor
     transport: str
@@ -120,6 +125,7 @@ def resolve(plan: weights_pb2.WorkerPlan, recording: Recording, rank: int) -> Re
             region = regions[piece.source][piece.region]
             work[copy.tensor].reads.append(
                 PieceRead(
+                    piece.need,
                     need.tensor,
                     box,
                     transport,
@@ -174,13 +180,20 @@ class Bound:
     moves: dict[str, list[Move]] = field(default_factory=dict)  # by transport
     # What a collective brings: (tensor of the manifest, box, view).
     arrivals: list[tuple[int, Box, torch.Tensor]] = field(default_factory=list)
+    # What lies in stage memory already: (destination, source).
+    early: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     fills: list[tuple[torch.Tensor, bool | int | float]] = field(default_factory=list)
     # (need, view in global axis order, start, whether the model keeps it widened).
     checks: list[tuple[int, torch.Tensor, tuple[int, ...], bool]] = field(default_factory=list)
 
 
-def bind(resolved: Resolved, names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> Bound:
-    """Binds the work of `names` to `tensors`.
+def bind(
+    resolved: Resolved,
+    names: Iterable[str],
+    tensors: Mapping[str, torch.Tensor],
+    early: Mapping[int, torch.Tensor] = NOTHING_EARLY,
+) -> Bound:
+    """Binds the work of `names` to `tensors`. early: needs that are copied from here, whole, and from no source.
 
     Raises FAILED_PRECONDITION if one is missing, has no memory or has another layout than when it was recorded.
     """
@@ -198,7 +211,16 @@ def bind(resolved: Resolved, names: Iterable[str], tensors: Mapping[str, torch.T
             )
         tensor = tensor.detach()
         work = resolved.work.get(name) or resolved.handed[name]
+        for check in work.checks:
+            if check.need in early:
+                view = check.destination.of(tensor)
+                if check.widened:
+                    lower, view = halves(view)
+                    bound.fills.append((lower, 0))
+                bound.early.append((view, early[check.need]))
         for read in work.reads:
+            if read.need in early:
+                continue
             view = read.destination.of(tensor)
             if read.widened:
                 lower, view = halves(view)

@@ -15,13 +15,18 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+
 from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.stage_memory import ENVIRONMENT, NONE
 from ckpt_engine.engine.target import LoadTarget
 from ckpt_engine.gate.directory import EngineDirectory
 from ckpt_engine.gate.page import EnginePage
 from ckpt_engine.install.channel import WorkerChannel
 from ckpt_engine.install.installer import Installer
 from ckpt_engine.install.self_check import SelfCheck
+from ckpt_engine.install.stage_memory import StageMemory
 from ckpt_engine.transport.base import Transport
 from ckpt_engine.transport.registry import all_transports
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
@@ -44,20 +49,29 @@ class EngineWorker:
         transports: Mapping[str, Transport] | None = None,
         deadlines: Deadlines | None = None,
         model: str = "",
+        stage_memory: str | None = None,
     ) -> None:
         """Claims the worker's slot: from now on it holds no version, and the engine's gate is closed.
 
         rank: among all workers of the engine, 0 to world_size - 1. transports: default, all that work here.
         deadlines: default, from the environment. model: architecture, quantisation, layout, graphs and device; the
-        result of a self-check is kept by it. Raises OSError, ValueError: the directory or the slot cannot be used, and
-        the engine should not start.
+        result of a self-check is kept by it. stage_memory: as the agent's `--stage-memory`; default, from the
+        environment. Raises OSError, ValueError: the directory, the slot or that memory cannot be had, and the engine
+        should not start.
         """
         directory = directory if isinstance(directory, EngineDirectory) else EngineDirectory(directory)
         self._deadlines = deadlines or Deadlines.from_environment(os.environ)
         self._page = EnginePage(directory.page)
         self.slot = self._page.claim(rank, world_size)
         self._channel = WorkerChannel(directory.endpoint, rank, self.slot.boot_id, self._deadlines.worker_attempt)
-        self._installer = Installer(target, self.slot, all_transports() if transports is None else transports)
+        text = os.environ.get(ENVIRONMENT, NONE) if stage_memory is None else stage_memory
+        self._installer = Installer(
+            target,
+            self.slot,
+            all_transports() if transports is None else transports,
+            _stage_memory(text, target),
+            self._early,
+        )
         self._check = SelfCheck(target, self._installer, self.slot, world_size)
         self._model = model
         self._last_progress = 0.0
@@ -71,6 +85,7 @@ class EngineWorker:
                 ready = self._installer.ready(reply.ready)
                 self._ask(worker_pb2.WorkerRequest(ready=ready))
                 return not ready.HasField("problem")
+            self._installer.stop_early()
             if reply.HasField("check"):
                 checked = self._check.load(reply.check)
                 self._ask(worker_pb2.WorkerRequest(checked=checked))
@@ -128,6 +143,14 @@ class EngineWorker:
         except Exception:
             log.exception("ckpt-engine: worker %d could not release the memory of its sources", self.slot.rank)
 
+    def give_back(self) -> None:
+        """Frees stage memory, before the engine gives up memory of its own at any level of sleep. The next plan that is
+        made ready takes it again. Never raises. May be called any number of times."""
+        try:
+            self._installer.give_back()
+        except Exception:
+            log.exception("ckpt-engine: worker %d could not free its stage memory", self.slot.rank)
+
     def close(self) -> None:
         """Ends the worker: it holds no version any more."""
         self.slot.none()
@@ -147,6 +170,10 @@ class EngineWorker:
         except Exception:
             log.exception("ckpt-engine: the agent has not got the report of worker %d", self.slot.rank)
 
+    def _early(self, news: worker_pb2.WorkerEarly) -> bool:
+        """Tells the agent how far bringing into stage memory is; returns whether it waits for that."""
+        return self._ask(worker_pb2.WorkerRequest(early=news)).HasField("acknowledged")
+
     def _progress(self, fence: weights_pb2.Fence, stage: manager_pb2.Stage, done: int, total: int) -> None:
         now = time.monotonic()
         if now - self._last_progress >= PROGRESS_SECONDS:
@@ -158,3 +185,13 @@ class EngineWorker:
         why = reply.refused.message if reply.HasField("refused") else "the agent gave no order"
         log.warning("ckpt-engine: worker %d does nothing: %s", self.slot.rank, why)
         return False
+
+
+def _stage_memory(text: str, target: LoadTarget) -> StageMemory:
+    """Stage memory on the device of the model. Raises ValueError."""
+    devices = {tensor.device for _, tensor in target.named_tensors()}
+    device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
+    try:
+        return StageMemory(text, device)
+    except CkptEngineError as error:
+        raise ValueError(error.problem.message) from error

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,7 +18,15 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from ckpt_engine.addresses import MANAGER, check_free, check_reach, join_address, split_address, with_port
+from ckpt_engine.addresses import (
+    MANAGER,
+    bound_socket,
+    check_free,
+    check_reach,
+    join_address,
+    split_address,
+    with_port,
+)
 from ckpt_engine.channel import MESSAGE_BYTES
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.loopback import is_loopback
@@ -196,7 +203,11 @@ class ManagerServer:
         self._access = Access(config.security)
         for option, address in {"--listen": config.listen, "--http": config.http}.items():
             if address or option == "--listen":
-                check_reach(split_address(address, option)[0], config.security)
+                check_reach(
+                    split_address(address, option)[0],
+                    authenticates=config.security.authenticates,
+                    insecure=config.security.insecure,
+                )
         self._public_names = checked_names(config.http_names)
         if advertised := self._advertised(split_address(config.listen)[1]):
             self._public_names.append(host_of(advertised))
@@ -296,9 +307,9 @@ class ManagerServer:
 
     async def _start_http(self) -> str:
         host, port = split_address(self.config.http)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            bound = socket.create_server((host, port), family=family)
+            bound = bound_socket(host, port)
+            bound.listen()
         except OSError as error:
             raise unavailable(
                 f"cannot listen on {self.config.http} for HTTP: {error.strerror}; end what listens there, or name "

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ckpt_engine.core.prediction import FILL, SEAL, Expected, Memory, ProcessWork, Rates, measured, pause, predict
+from ckpt_engine.core.prediction import (
+    FILL,
+    SEAL,
+    Expected,
+    Memory,
+    ProcessWork,
+    Rates,
+    before_the_pause,
+    measured,
+    pause,
+    predict,
+)
 from ckpt_engine.core.transports import transport_kinds
 from ckpt_engine.engine.kinds import engine_kind
 from ckpt_engine.planning.update import PlanAnswer
@@ -62,11 +73,15 @@ def foresee(answer: PlanAnswer, rates: Rates, engine: str, until_held: bool) -> 
     ]
     fills = [line.edge for line in answer.fills]
     installs = [line.edge for line in answer.installs]
-    stages = predict(rates, sealed=sealed, fills=[fills] if fills else [], installs=installs, verified=verified)
+    room = question.stage_memory
+    early, rest = before_the_pause(installs, None if room is None else {edge.reader: room for edge in installs})
+    waves = [fills] if fills else []
+    stages = predict(rates, sealed=sealed, fills=waves, early=early, installs=rest, verified=verified)
     unknown = tuple(sorted({edge.transport for edge in (*installs, *fills) if rates.link(edge) is None}))
     own = engine_kind(engine).seconds
     if unknown or own is None:
         return Forecast(stages, None, None, unknown, engine if own is None else "")
     paused = pause(stages) + own.calls
     before = own.around + sum(stages[stage].seconds for stage in ("plan", SEAL, FILL) if stage in stages)
-    return Forecast(stages, paused, before if until_held else before + paused)
+    ready = stages["ready"].seconds if "ready" in stages else 0.0
+    return Forecast(stages, paused, before if until_held else before + ready + paused)

@@ -13,6 +13,7 @@ from ckpt_engine.core.names import some
 from ckpt_engine.core.prediction import Rates
 from ckpt_engine.core.problems import invalid, not_found
 from ckpt_engine.core.sizes import bytes_of, rate_of
+from ckpt_engine.core.stage_memory import NONE, stage_bytes
 from ckpt_engine.core.transports import is_collective
 from ckpt_engine.engine.adapter import load_adapter
 from ckpt_engine.engine.kinds import DEFAULT, engine_kind
@@ -56,6 +57,7 @@ class PlanOptions:
     everything: bool = False
     relay_memory: str = ""
     host_memory: str = ""
+    stage_memory: str = NONE
     prefetch: str = "auto"
     until: str = "installed"
     rates: Path | None = None
@@ -90,6 +92,7 @@ def question_of(options: PlanOptions) -> PlanQuestion:
         until=choice("--until", options.until, UNTIL),
         relay_memory=bytes_of(options.relay_memory, "--relay-memory") if options.relay_memory else None,
         host_memory=bytes_of(options.host_memory, "--host-memory") if options.host_memory else None,
+        stage_memory=stage_bytes(options.stage_memory),
     )
 
 

@@ -59,6 +59,7 @@ class PlanQuestion:
     until: manager_pb2.Until = manager_pb2.UNTIL_INSTALLED
     relay_memory: int | None = None  # bytes of each relay; None: no limit
     host_memory: int | None = None  # bytes of each host; None: no limit
+    stage_memory: int | None = 0  # bytes of each worker; None: as much as a version wants
 
     @property
     def names(self) -> list[str]:

@@ -85,15 +85,20 @@ EVERY_ADDRESS = ("0.0.0.0", "::")
 def _towards(manager: str) -> str:
     """The address from which this host reaches the manager. Sends nothing."""
     host, port = split_address(manager)
+    problem: OSError | None = None
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(where)
-            return str(probe.getsockname()[0])
+        for family, kind, protocol, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+            try:
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.connect(where)
+                    return str(probe.getsockname()[0])
+            except OSError as error:  # no way leads to this one of its addresses
+                problem = problem or error
     except OSError as error:
-        raise invalid(
-            f"--advertise: {manager} does not tell which address of this host leads to it ({error}): name one"
-        ) from error
+        problem = error
+    raise invalid(
+        f"--advertise: {manager} does not tell which address of this host leads to it ({problem}): name one"
+    ) from problem
 
 
 def half_of_the_room() -> int:

@@ -171,7 +171,9 @@ class _Drawing:
             span, clock = guess(sum(seconds for _, seconds in steps), installs)
             window, clock_args = clock.window(span), _clock_args(clock)
         track = self.timeline.track(f"replica {outcome.replica}", name_of_worker(report.rank))
-        numbers = {"bytes": report.bytes, "tensors": report.tensors, "copies": report.copies}
+        numbers: dict[str, float] = {"bytes": report.bytes, "tensors": report.tensors, "copies": report.copies}
+        if report.early_bytes:
+            numbers |= {"early_bytes": report.early_bytes, "early_seconds": report.early_seconds}
         verified = {"verified": report.verified, "verified_as_loaded": report.verified_as_loaded}
         problem = {"problem": report.problem.message} if report.HasField("problem") else {}
         whole = track.slice("install", window.begin, window.end, {**numbers, **verified, **problem, **clock_args})

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckpt_engine.core.prediction import FILL, SEAL, STAGES, Expected, Memory, PredictedEdge, ProcessWork, Rates, predict
+from ckpt_engine.core.prediction import (
+    FILL,
+    SEAL,
+    STAGES,
+    Expected,
+    Memory,
+    PredictedEdge,
+    ProcessWork,
+    Rates,
+    before_the_pause,
+    predict,
+)
 from ckpt_engine.core.transports import GPU_MEMORY, HOST_MEMORY, is_of_gpus, lending, passing_transport
 from ckpt_engine.report import stage_seconds
 from ckpt_engine.timeline.drawing import draw
@@ -62,12 +73,21 @@ def compare_stages(report: manager_pb2.UpdateReport, rates: Rates, places: Where
     """The stages with a prediction or a fact, in order. Facts are of the slowest source, relay, replica or worker."""
     report, _ = believable(report)
     model = _model_bytes(report)
+    early, installs = before_the_pause(
+        [edge for outcome in report.replicas for edge in _edges(outcome, places)],
+        {
+            _reader(outcome, worker.rank): worker.early_bytes
+            for outcome in report.replicas
+            for worker in outcome.workers
+        },
+    )
     expected = predict(
         rates,
         sealed=_sealed(report, model),
         copied=_sealed(report, sum(each.bytes for each in report.copied) or model * bool(report.source_copies)),
         fills=_fills(report),
-        installs=[edge for outcome in report.replicas for edge in _edges(outcome, places)],
+        early=early,
+        installs=installs,
         verified=_verified(report, places),
     )
     facts = _facts(report)
@@ -131,13 +151,17 @@ def _fills(report: manager_pb2.UpdateReport) -> list[list[PredictedEdge]]:
     return [found] if found else []
 
 
+def _reader(outcome: manager_pb2.ReplicaOutcome, rank: int) -> str:
+    return f"{outcome.replica}, worker {rank}"
+
+
 def _edges(outcome: manager_pb2.ReplicaOutcome, places: Whereabouts) -> list[PredictedEdge]:
     host = places.hosts.get(outcome.replica, outcome.replica)
     found = []
     for edge in outcome.edges:
         memory = _memory(outcome, edge.worker_rank, places)
         same = "share GPU" in edge.reason
-        reader = f"{outcome.replica}, worker {edge.worker_rank}"
+        reader = _reader(outcome, edge.worker_rank)
         found.append(PredictedEdge(edge.source, reader, edge.transport, edge.bytes, edge.source, host, memory, same))
     return found
 
@@ -148,7 +172,7 @@ def _verified(report: manager_pb2.UpdateReport, places: Whereabouts) -> list[Pro
         host = places.hosts.get(outcome.replica, outcome.replica)
         for worker in outcome.workers:
             memory = _memory(outcome, worker.rank, places)
-            found.append(ProcessWork(f"{outcome.replica}, worker {worker.rank}", worker.bytes, host, memory))
+            found.append(ProcessWork(_reader(outcome, worker.rank), worker.bytes, host, memory))
     return found
 
 

@@ -14,17 +14,18 @@ from ckpt_engine.core.names import LINEAGE_BYTES, check_line
 from ckpt_engine.core.problems import invalid
 
 ENVIRONMENT = "CKPT_ENGINE_LINEAGE"
+RAY_WORKER = "RAY_RAYLET_PID"
+"""Set by Ray for each of its workers."""
 
 
 def resolve_rank(rank: object, world_size: object, environment: Mapping[str, str]) -> tuple[int, int]:
-    """Rank and number of ranks: as given, else those of torchrun (RANK and WORLD_SIZE), else 0 of 1.
+    """Rank and number of ranks: as given, else those of torchrun (RANK and WORLD_SIZE), else those of the Slurm step
+    that this process is a task of, else 0 of 1.
 
     Raises INVALID_ARGUMENT for one without the other, and for values that are no rank.
     """
     if rank is None and world_size is None:
-        rank_text, size_text = environment.get("RANK", ""), environment.get("WORLD_SIZE", "")
-        by_torchrun = all(each.isascii() and each.isdigit() for each in (rank_text, size_text))
-        rank, world_size = (int(rank_text), int(size_text)) if by_torchrun else (0, 1)
+        rank, world_size = _launched(environment)
     if rank is None or world_size is None:
         raise invalid(f"rank {rank} of world_size {world_size}: give both, or neither under torchrun")
     if not (whole(rank) and whole(world_size)):
@@ -36,6 +37,22 @@ def resolve_rank(rank: object, world_size: object, environment: Mapping[str, str
     if not 0 <= number < ranks:
         raise invalid(f"rank {number} is not in a world of {ranks}: ranks count from 0", ranks=[max(number, 0)])
     return number, ranks
+
+
+def _launched(environment: Mapping[str, str]) -> tuple[int, int]:
+    """Which process of those that were started together this one is, and how many they are.
+
+    SLURM_STEP_NUM_TASKS is set for what srun starts. A batch script has SLURM_PROCID and SLURM_NTASKS, too, but is one
+    process. A worker of Ray has the variables of the step that started Ray, whose ranks are not Ray's workers.
+    """
+    pairs = [("RANK", "WORLD_SIZE")]
+    if RAY_WORKER not in environment:
+        pairs.append(("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
+    for names in pairs:
+        rank, size = (environment.get(name, "") for name in names)
+        if all(each.isascii() and each.isdigit() for each in (rank, size)):
+            return int(rank), int(size)
+    return 0, 1
 
 
 def resolve_lineage(lineage: str | None, rank: int, world_size: int, environment: Mapping[str, str]) -> str:

@@ -50,7 +50,8 @@ class Trainer:
 
     address: the manager, host:port. It need not run yet; a lost one is dialled again by itself.
     rank, world_size: of the ranks that publish; each has a Trainer of its own in its own process. None: those of
-        torchrun (RANK, WORLD_SIZE), or the only one. If one process alone publishes for several, it gives 0 and 1.
+        torchrun (RANK, WORLD_SIZE), else of the step that srun started (SLURM_PROCID, SLURM_STEP_NUM_TASKS), else the
+        only one. If one process alone publishes for several, it gives 0 and 1.
     lineage: the training run; equal on all ranks. Left out, see `lineage.resolve_lineage`: it may need
         torch.distributed. A run that starts again or goes back to an earlier version needs a new one.
     pool: the replicas that updates, `sleep` and `wake` are for: those that were started with this `--pool`; equal on

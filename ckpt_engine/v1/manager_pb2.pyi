@@ -537,7 +537,7 @@ class NotBrought(_message.Message):
     def __init__(self, identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ReplicaHeartbeat(_message.Message):
-    __slots__ = ("sequence", "workers", "serving", "asleep", "closed_reason", "label_problem", "engine_check")
+    __slots__ = ("sequence", "workers", "serving", "asleep", "closed_reason", "label_problem", "engine_check", "stage_memory")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     SERVING_FIELD_NUMBER: _ClassVar[int]
@@ -545,6 +545,7 @@ class ReplicaHeartbeat(_message.Message):
     CLOSED_REASON_FIELD_NUMBER: _ClassVar[int]
     LABEL_PROBLEM_FIELD_NUMBER: _ClassVar[int]
     ENGINE_CHECK_FIELD_NUMBER: _ClassVar[int]
+    STAGE_MEMORY_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     serving: bool
@@ -552,7 +553,8 @@ class ReplicaHeartbeat(_message.Message):
     closed_reason: str
     label_problem: str
     engine_check: str
-    def __init__(self, sequence: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., serving: bool = ..., asleep: bool = ..., closed_reason: _Optional[str] = ..., label_problem: _Optional[str] = ..., engine_check: _Optional[str] = ...) -> None: ...
+    stage_memory: str
+    def __init__(self, sequence: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., serving: bool = ..., asleep: bool = ..., closed_reason: _Optional[str] = ..., label_problem: _Optional[str] = ..., engine_check: _Optional[str] = ..., stage_memory: _Optional[str] = ...) -> None: ...
 
 class Prepare(_message.Message):
     __slots__ = ("fence", "manifest", "deadline_seconds")
@@ -707,7 +709,7 @@ class EdgeReport(_message.Message):
     def __init__(self, source_rank: _Optional[int] = ..., worker_rank: _Optional[int] = ..., transport: _Optional[str] = ..., reason: _Optional[str] = ..., bytes: _Optional[int] = ..., source: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("rank", "bytes", "tensors", "verified", "verified_as_loaded", "copies", "transfer_seconds", "install_seconds", "verify_seconds", "problem", "by_loader", "span")
+    __slots__ = ("rank", "bytes", "tensors", "verified", "verified_as_loaded", "copies", "transfer_seconds", "install_seconds", "verify_seconds", "problem", "by_loader", "span", "early_bytes", "early_seconds", "quantised")
     RANK_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -720,6 +722,9 @@ class WorkerReport(_message.Message):
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     BY_LOADER_FIELD_NUMBER: _ClassVar[int]
     SPAN_FIELD_NUMBER: _ClassVar[int]
+    EARLY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EARLY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    QUANTISED_FIELD_NUMBER: _ClassVar[int]
     rank: int
     bytes: int
     tensors: int
@@ -732,7 +737,22 @@ class WorkerReport(_message.Message):
     problem: _weights_pb2.Problem
     by_loader: _containers.RepeatedScalarFieldContainer[str]
     span: Span
-    def __init__(self, rank: _Optional[int] = ..., bytes: _Optional[int] = ..., tensors: _Optional[int] = ..., verified: _Optional[int] = ..., verified_as_loaded: _Optional[int] = ..., copies: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., install_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., by_loader: _Optional[_Iterable[str]] = ..., span: _Optional[_Union[Span, _Mapping]] = ...) -> None: ...
+    early_bytes: int
+    early_seconds: float
+    quantised: _containers.RepeatedCompositeFieldContainer[QuantisedLayers]
+    def __init__(self, rank: _Optional[int] = ..., bytes: _Optional[int] = ..., tensors: _Optional[int] = ..., verified: _Optional[int] = ..., verified_as_loaded: _Optional[int] = ..., copies: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., install_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., by_loader: _Optional[_Iterable[str]] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., early_bytes: _Optional[int] = ..., early_seconds: _Optional[float] = ..., quantised: _Optional[_Iterable[_Union[QuantisedLayers, _Mapping]]] = ...) -> None: ...
+
+class QuantisedLayers(_message.Message):
+    __slots__ = ("published", "method", "layers", "names")
+    PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    published: bool
+    method: str
+    layers: int
+    names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, published: bool = ..., method: _Optional[str] = ..., layers: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StageEntered(_message.Message):
     __slots__ = ("stage", "after")
@@ -1227,7 +1247,7 @@ class HolderStatus(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., name: _Optional[str] = ..., connected: bool = ..., held: _Optional[_Iterable[_Union[_weights_pb2.Identity, _Mapping]]] = ..., description: _Optional[str] = ..., filling: _Optional[_Union[Filling, _Mapping]] = ..., last_filled: _Optional[_Union[RelayFilled, _Mapping]] = ..., progress: _Optional[_Union[RelayProgress, _Mapping]] = ..., slow: _Optional[str] = ...) -> None: ...
 
 class ReplicaStatus(_message.Message):
-    __slots__ = ("name", "engine", "mode", "connected", "serving", "asleep", "closed_reason", "workers", "identity", "last_outcome", "host", "unfit", "label_problem", "pool", "gpus", "unopened", "engine_check", "desired", "drift", "hold")
+    __slots__ = ("name", "engine", "mode", "connected", "serving", "asleep", "closed_reason", "workers", "identity", "last_outcome", "host", "unfit", "label_problem", "pool", "gpus", "unopened", "engine_check", "desired", "drift", "hold", "stage_memory")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
@@ -1248,6 +1268,7 @@ class ReplicaStatus(_message.Message):
     DESIRED_FIELD_NUMBER: _ClassVar[int]
     DRIFT_FIELD_NUMBER: _ClassVar[int]
     HOLD_FIELD_NUMBER: _ClassVar[int]
+    STAGE_MEMORY_FIELD_NUMBER: _ClassVar[int]
     name: str
     engine: Engine
     mode: Mode
@@ -1268,7 +1289,8 @@ class ReplicaStatus(_message.Message):
     desired: _weights_pb2.Identity
     drift: Drift
     hold: OperatorHold
-    def __init__(self, name: _Optional[str] = ..., engine: _Optional[_Union[Engine, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., connected: bool = ..., serving: bool = ..., asleep: bool = ..., closed_reason: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., last_outcome: _Optional[_Union[ReplicaOutcome, _Mapping]] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., unfit: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., label_problem: _Optional[str] = ..., pool: _Optional[str] = ..., gpus: _Optional[_Iterable[_Union[WorkerGpus, _Mapping]]] = ..., unopened: _Optional[_Iterable[_Union[_weights_pb2.Unopened, _Mapping]]] = ..., engine_check: _Optional[str] = ..., desired: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., drift: _Optional[_Union[Drift, _Mapping]] = ..., hold: _Optional[_Union[OperatorHold, _Mapping]] = ...) -> None: ...
+    stage_memory: str
+    def __init__(self, name: _Optional[str] = ..., engine: _Optional[_Union[Engine, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., connected: bool = ..., serving: bool = ..., asleep: bool = ..., closed_reason: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., last_outcome: _Optional[_Union[ReplicaOutcome, _Mapping]] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., unfit: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., label_problem: _Optional[str] = ..., pool: _Optional[str] = ..., gpus: _Optional[_Iterable[_Union[WorkerGpus, _Mapping]]] = ..., unopened: _Optional[_Iterable[_Union[_weights_pb2.Unopened, _Mapping]]] = ..., engine_check: _Optional[str] = ..., desired: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., drift: _Optional[_Union[Drift, _Mapping]] = ..., hold: _Optional[_Union[OperatorHold, _Mapping]] = ..., stage_memory: _Optional[str] = ...) -> None: ...
 
 class Drift(_message.Message):
     __slots__ = ("reason", "seconds", "next_attempt_seconds")

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkerRequest(_message.Message):
-    __slots__ = ("sequence", "rank", "boot_id", "want_prepare", "prepared", "want_install", "progress", "installed", "ready", "checked")
+    __slots__ = ("sequence", "rank", "boot_id", "want_prepare", "prepared", "want_install", "progress", "installed", "ready", "checked", "early")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,7 @@ class WorkerRequest(_message.Message):
     INSTALLED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     CHECKED_FIELD_NUMBER: _ClassVar[int]
+    EARLY_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     rank: int
     boot_id: bytes
@@ -30,7 +31,8 @@ class WorkerRequest(_message.Message):
     installed: WorkerInstalled
     ready: WorkerReady
     checked: WorkerChecked
-    def __init__(self, sequence: _Optional[int] = ..., rank: _Optional[int] = ..., boot_id: _Optional[bytes] = ..., want_prepare: _Optional[_Union[WantOrder, _Mapping]] = ..., prepared: _Optional[_Union[WorkerPrepared, _Mapping]] = ..., want_install: _Optional[_Union[WantOrder, _Mapping]] = ..., progress: _Optional[_Union[WorkerProgress, _Mapping]] = ..., installed: _Optional[_Union[WorkerInstalled, _Mapping]] = ..., ready: _Optional[_Union[WorkerReady, _Mapping]] = ..., checked: _Optional[_Union[WorkerChecked, _Mapping]] = ...) -> None: ...
+    early: WorkerEarly
+    def __init__(self, sequence: _Optional[int] = ..., rank: _Optional[int] = ..., boot_id: _Optional[bytes] = ..., want_prepare: _Optional[_Union[WantOrder, _Mapping]] = ..., prepared: _Optional[_Union[WorkerPrepared, _Mapping]] = ..., want_install: _Optional[_Union[WantOrder, _Mapping]] = ..., progress: _Optional[_Union[WorkerProgress, _Mapping]] = ..., installed: _Optional[_Union[WorkerInstalled, _Mapping]] = ..., ready: _Optional[_Union[WorkerReady, _Mapping]] = ..., checked: _Optional[_Union[WorkerChecked, _Mapping]] = ..., early: _Optional[_Union[WorkerEarly, _Mapping]] = ...) -> None: ...
 
 class AgentReply(_message.Message):
     __slots__ = ("sequence", "prepare", "install", "acknowledged", "refused", "ready", "check")
@@ -69,20 +71,22 @@ class PrepareOrder(_message.Message):
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., manifest: _Optional[bytes] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
 
 class WorkerPrepared(_message.Message):
-    __slots__ = ("fence", "needs", "host", "problem", "digest_format", "model")
+    __slots__ = ("fence", "needs", "host", "problem", "digest_format", "model", "stage_memory")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     NEEDS_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FORMAT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    STAGE_MEMORY_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     needs: bytes
     host: _weights_pb2.Host
     problem: _weights_pb2.Problem
     digest_format: int
     model: str
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., needs: _Optional[bytes] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., digest_format: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
+    stage_memory: str
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., needs: _Optional[bytes] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., digest_format: _Optional[int] = ..., model: _Optional[str] = ..., stage_memory: _Optional[str] = ...) -> None: ...
 
 class CheckOrder(_message.Message):
     __slots__ = ("fence", "manifest_digest", "seed", "by_engine", "deadline_seconds")
@@ -107,18 +111,20 @@ class WorkerChecked(_message.Message):
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ...) -> None: ...
 
 class ReadyOrder(_message.Message):
-    __slots__ = ("fence", "plan", "deadline_seconds", "asleep", "collective")
+    __slots__ = ("fence", "plan", "deadline_seconds", "asleep", "collective", "expected")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     ASLEEP_FIELD_NUMBER: _ClassVar[int]
     COLLECTIVE_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     plan: bytes
     deadline_seconds: float
     asleep: bool
     collective: CollectiveOrder
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., plan: _Optional[bytes] = ..., deadline_seconds: _Optional[float] = ..., asleep: bool = ..., collective: _Optional[_Union[CollectiveOrder, _Mapping]] = ...) -> None: ...
+    expected: bytes
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., plan: _Optional[bytes] = ..., deadline_seconds: _Optional[float] = ..., asleep: bool = ..., collective: _Optional[_Union[CollectiveOrder, _Mapping]] = ..., expected: _Optional[bytes] = ...) -> None: ...
 
 class CollectiveOrder(_message.Message):
     __slots__ = ("members", "member", "plan", "meeting", "communicator", "arm_seconds")
@@ -137,16 +143,36 @@ class CollectiveOrder(_message.Message):
     def __init__(self, members: _Optional[_Iterable[str]] = ..., member: _Optional[int] = ..., plan: _Optional[bytes] = ..., meeting: _Optional[bytes] = ..., communicator: _Optional[bytes] = ..., arm_seconds: _Optional[float] = ...) -> None: ...
 
 class WorkerReady(_message.Message):
-    __slots__ = ("fence", "plans", "problem", "unopened")
+    __slots__ = ("fence", "plans", "problem", "unopened", "stages", "stage_memory", "early_bytes")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     PLANS_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     UNOPENED_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    STAGE_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    EARLY_BYTES_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     plans: _containers.RepeatedScalarFieldContainer[bytes]
     problem: _weights_pb2.Problem
     unopened: _containers.RepeatedCompositeFieldContainer[_weights_pb2.Unopened]
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., plans: _Optional[_Iterable[bytes]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., unopened: _Optional[_Iterable[_Union[_weights_pb2.Unopened, _Mapping]]] = ...) -> None: ...
+    stages: bool
+    stage_memory: str
+    early_bytes: int
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., plans: _Optional[_Iterable[bytes]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., unopened: _Optional[_Iterable[_Union[_weights_pb2.Unopened, _Mapping]]] = ..., stages: bool = ..., stage_memory: _Optional[str] = ..., early_bytes: _Optional[int] = ...) -> None: ...
+
+class WorkerEarly(_message.Message):
+    __slots__ = ("fence", "bytes_done", "bytes_total", "verified", "problem")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_DONE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    fence: _weights_pb2.Fence
+    bytes_done: int
+    bytes_total: int
+    verified: bool
+    problem: _weights_pb2.Problem
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., bytes_done: _Optional[int] = ..., bytes_total: _Optional[int] = ..., verified: bool = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ...) -> None: ...
 
 class InstallOrder(_message.Message):
     __slots__ = ("fence", "identity", "plan", "expected", "deadline_seconds", "collective")

@@ -45,7 +45,7 @@ def main() -> None:
     takes = {"num_gpus": args.gpus, "num_cpus": 0.2, "replicas": 2, "insecure": args.insecure}
     with RayCluster(engine=args.engine, agent_options=options, gateway=True, **takes) as cluster:
         training = ray.remote(Training).options(num_cpus=0.2).remote(cluster.manager_address, args.model)
-        cluster.client().wait_for_replicas(2)
+        cluster.wait_for_replicas()
         tokens = [5, 6, 7, 8]
         for number in range(3):
             print(ray.get(training.step.remote(number, tokens)))  # two lines of its report

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from ckpt_engine.agent.launched import LaunchedEngine
 from ckpt_engine.agent.session import AgentSettings, ReplicaAgent
@@ -52,6 +52,7 @@ class RunningAgent:
 
 
 Start = Callable[..., RunningAgent]
+Beside = Callable[..., Awaitable[tuple[str, asyncio.subprocess.Process]]]
 
 
 async def ready(manager: PlainManager) -> manager_pb2.ReplicaHeartbeat:
@@ -74,6 +75,13 @@ def install(manager: PlainManager, epoch: int) -> manager_pb2.Install:
     plan, expected = manager.put(b"plan"), manager.put(b"")
     worker = manager_pb2.WorkerInstall(rank=0, plan=plan, expected=expected)
     return manager_pb2.Install(fence=fence(epoch), identity=IDENTITY, workers=[worker], deadline_seconds=DEADLINE)
+
+
+async def updated(manager: PlainManager, epoch: int) -> manager_pb2.ReplicaOutcome:
+    """An update from its preparation to its outcome."""
+    await prepare(manager, epoch)
+    manager.send(install(manager, epoch))
+    return await manager.next(manager_pb2.ReplicaOutcome)
 
 
 async def calls(agent: RunningAgent) -> list[str]:

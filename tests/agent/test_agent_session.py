@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 from pathlib import Path
@@ -23,15 +22,16 @@ from tests.agent.running_agent import (
     IDENTITY,
     QUICK,
     SECONDS,
+    Beside,
     Start,
     calls,
     fence,
     install,
     prepare,
     ready,
+    updated,
 )
-from tests.agent.small_engine import answers, by_hand, environment
-from tests.ports import free_port
+from tests.waiting import alive
 
 
 async def test_an_agent_registers_and_says_goodbye(manager: PlainManager, start: Start) -> None:
@@ -54,8 +54,7 @@ async def test_an_agent_registers_and_says_goodbye(manager: PlainManager, start:
     assert [line.split()[3] for line in agent.lines if "abandoned by the manager: it stalls" in line] == ["8:", "9:"]
     await agent.end()
     assert manager.all(manager_pb2.Goodbye)[0].reason == "the agent was asked to stop"
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+    assert not alive(pid)
     assert sum("registered with the manager" in line for line in agent.lines) == 1  # not again at the fuller hello
 
 
@@ -172,8 +171,7 @@ async def test_a_machine_that_raises_ends_the_agent_and_its_engine(
         await asyncio.wait_for(asyncio.shield(agent.run), SECONDS)
     assert caught.value.problem.code == weights_pb2.Problem.INTERNAL
     assert not manager.all(manager_pb2.Goodbye)
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+    assert not alive(pid)
 
 
 async def test_a_worker_waits_for_no_machine_that_raised(
@@ -210,9 +208,7 @@ async def test_a_manager_that_is_away_keeps_no_engine_from_starting(manager: Pla
 async def test_a_killed_engine_is_reported_and_comes_back_empty(manager: PlainManager, start: Start) -> None:
     agent = start()
     await ready(manager)
-    await prepare(manager, 1)
-    manager.send(install(manager, 1))
-    await manager.next(manager_pb2.ReplicaOutcome)
+    await updated(manager, 1)
     await manager.until(lambda: manager.all(manager_pb2.ReplicaHeartbeat)[-1].serving)
     boot_id = manager.all(manager_pb2.ReplicaHeartbeat)[-1].workers[0].boot_id
     os.kill(agent.engine_pid, signal.SIGKILL)
@@ -268,46 +264,33 @@ async def test_an_engine_that_hangs_in_an_install_is_replaced(
 
 
 async def test_an_engine_that_is_not_ours_is_never_ended(
-    manager: PlainManager, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    manager: PlainManager, start: Start, beside: Beside, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ENVIRONMENT, f"{QUICK} unanswered=0.2")
-    port = free_port()
-    engine = await asyncio.create_subprocess_exec(*by_hand(port, tmp_path, "--install-hangs"), env=environment())
-    try:
-        await answers(port)
-        agent = start(url=f"http://127.0.0.1:{port}")
-        await ready(manager)
-        await prepare(manager, 1)
-        order = install(manager, 1)
-        order.deadline_seconds = 2.0
-        manager.send(order)
-        assert (await manager.next(manager_pb2.ReplicaOutcome)).outcome == manager_pb2.OUTCOME_QUARANTINED
-        await agent.until_said("it was not started by us")
-        assert engine.returncode is None
-    finally:
-        engine.kill()
-        await engine.wait()
+    url, engine = await beside("--install-hangs")
+    agent = start(url=url)
+    await ready(manager)
+    await prepare(manager, 1)
+    order = install(manager, 1)
+    order.deadline_seconds = 2.0
+    manager.send(order)
+    assert (await manager.next(manager_pb2.ReplicaOutcome)).outcome == manager_pb2.OUTCOME_QUARANTINED
+    await agent.until_said("it was not started by us")
+    assert engine.returncode is None
 
 
 async def test_stopping_waits_for_an_install_in_an_engine_that_stays(
-    manager: PlainManager, start: Start, tmp_path: Path
+    manager: PlainManager, start: Start, beside: Beside
 ) -> None:
-    port = free_port()
-    engine = await asyncio.create_subprocess_exec(*by_hand(port, tmp_path, "--install-seconds", "1"), env=environment())
-    try:
-        await answers(port)
-        agent = start(url=f"http://127.0.0.1:{port}")
-        await ready(manager)
-        await prepare(manager, 1)
-        manager.send(install(manager, 1))
-        await manager.next(manager_pb2.Progress)
-        await agent.end()
-        assert manager.all(manager_pb2.ReplicaOutcome)[-1].outcome == manager_pb2.OUTCOME_NEW_SERVING
-        assert engine.returncode is None
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            engine.kill()
-        await engine.wait()
+    url, engine = await beside("--install-seconds", "1")
+    agent = start(url=url)
+    await ready(manager)
+    await prepare(manager, 1)
+    manager.send(install(manager, 1))
+    await manager.next(manager_pb2.Progress)
+    await agent.end()
+    assert manager.all(manager_pb2.ReplicaOutcome)[-1].outcome == manager_pb2.OUTCOME_NEW_SERVING
+    assert engine.returncode is None
 
 
 async def test_a_directory_is_sealed_for_its_readers(manager: PlainManager, start: Start, tmp_path: Path) -> None:

@@ -14,29 +14,14 @@ import pytest
 
 from ckpt_engine.agent import attached
 from ckpt_engine.agent.attached import AttachedEngine
-from ckpt_engine.core.deadlines import ENVIRONMENT, Deadlines
+from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.gate.directory import EngineDirectory
 from tests.agent.hosts import QUICK, SECONDS, Events, nobody_asks, running
 from tests.agent.small_engine import by_hand, environment
-from tests.distributions import SMALL, distribution
 from tests.ports import free_port
 
-
-@pytest.fixture(autouse=True)
-def small_engine(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    monkeypatch.syspath_prepend(distribution(tmp_path_factory.mktemp("installed"), "small", SMALL))
-    monkeypatch.setenv(ENVIRONMENT, QUICK)
-
-
-@pytest.fixture
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("engines")
-
-
-@pytest.fixture
-async def events() -> Events:
-    return Events()
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.fixture

@@ -84,20 +84,16 @@ def test_lines_for_people() -> None:
         pause_seconds=0.0314,
         sync_seconds=1.5,
     )
-    assert (
-        sent_line(outcome) == "update of epoch 7: new weights, serving (version 3), 16.4 GB, pause 31.4 ms, sync 1.50 s"
-    )
+    said = sent_line(outcome)
+    assert said == "update of epoch 7: new weights, serving (version 3), 16.4 GB, pause 31.4 ms, sync 1.50 s"
     closed = manager_pb2.ReplicaOutcome(
         fence=fence, outcome=manager_pb2.OUTCOME_QUARANTINED, problem=weights_pb2.Problem(message="worker 1 is dead")
     )
     assert sent_line(closed) == "update of epoch 7: QUARANTINED, 0 B, pause 0.0 ms, sync 0.0 ms, worker 1 is dead"
-    assert sent_line(manager_pb2.Prepared(fence=fence, workers=[manager_pb2.PreparedWorker()])) == (
-        "prepared, 1 worker"
-    )
-    assert (
-        received_line(manager_pb2.Welcome(digest_format=DIGEST_FORMAT, fence=fence))
-        == "registered with the manager of cluster 01234567"
-    )
+    prepared = manager_pb2.Prepared(fence=fence, workers=[manager_pb2.PreparedWorker()])
+    assert sent_line(prepared) == "prepared, 1 worker"
+    welcome = manager_pb2.Welcome(digest_format=DIGEST_FORMAT, fence=fence)
+    assert received_line(welcome) == "registered with the manager of cluster 01234567"
     assert received_line(manager_pb2.Heartbeat()) == sent_line(manager_pb2.ReplicaHeartbeat()) == ""
 
 

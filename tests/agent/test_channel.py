@@ -17,6 +17,7 @@ import zmq.asyncio
 from ckpt_engine.agent.channel import AgentChannel
 from ckpt_engine.gate.directory import EngineDirectory
 from ckpt_engine.v1 import weights_pb2, worker_pb2
+from tests.waiting import until
 
 SECONDS = 60.0
 FRAME_LIMIT = 1 << 20
@@ -101,12 +102,6 @@ async def connect(directory: EngineDirectory, channel: AgentChannel) -> AsyncIte
 
     yield connect
     context.destroy(linger=0)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SECONDS):
-        while not condition():  # noqa: ASYNC110 - what is waited for happens in code that knows nothing of tests
-            await asyncio.sleep(0.01)
 
 
 async def test_answers_carry_the_sequence(connect: Connect, directory: EngineDirectory) -> None:

@@ -16,7 +16,7 @@ from ckpt_engine.agent.engine import EngineFailedError
 from ckpt_engine.core.check_verdict import ROUNDS, Score, failure
 from ckpt_engine.v1 import manager_pb2
 from tests.agent.plain_manager import PlainManager
-from tests.agent.running_agent import Start, calls, install, prepare, ready
+from tests.agent.running_agent import Start, calls, install, prepare, ready, updated
 
 UNTESTED = "Small 9.9 is not among the tested versions (1.x)"
 LOADS = ["load 1 own", "load 2 ours", "load 2 own", "load 1 ours"]
@@ -107,9 +107,7 @@ async def test_a_tested_version_is_checked_only_if_asked_to(
 async def test_an_engine_that_serves_a_version_already_is_not_disturbed(manager: PlainManager, start: Start) -> None:
     agent = start("--untested", UNTESTED, check_engine="never")
     await ready(manager)
-    await prepare(manager, 1)
-    manager.send(install(manager, 1))
-    await manager.next(manager_pb2.ReplicaOutcome)
+    await updated(manager, 1)
     machine = agent.agent._machine
     assert machine is not None
     machine.replica.check_engine = "auto"  # as an agent finds an engine that another one has brought up

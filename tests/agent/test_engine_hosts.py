@@ -20,28 +20,12 @@ from ckpt_engine.agent.logs import MOST_FILES, new_log
 from ckpt_engine.core.deadlines import ENVIRONMENT, Deadlines
 from ckpt_engine.core.problems import CkptEngineError
 from tests.agent.hosts import QUICK, SECONDS, Events, nobody_asks, running
-from tests.agent.small_engine import answers, by_hand, environment
-from tests.distributions import SMALL, distribution
-from tests.ports import free_port
+from tests.agent.running_agent import Beside
+from tests.waiting import alive
 
-
-@pytest.fixture(autouse=True)
-def small_engine(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    monkeypatch.syspath_prepend(distribution(tmp_path_factory.mktemp("installed"), "small", SMALL))
-    monkeypatch.setenv(ENVIRONMENT, QUICK)
-
-
-@pytest.fixture
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("engines")
-
+pytestmark = pytest.mark.usefixtures("quick")
 
 Launch = Callable[..., LaunchedEngine]
-
-
-@pytest.fixture
-async def events() -> Events:
-    return Events()
 
 
 @pytest.fixture
@@ -55,6 +39,7 @@ async def launch(root: Path, events: Events) -> AsyncIterator[Launch]:
         limit: int = 0,
         startup: float = SECONDS,
         advertise: str = "",
+        port: int = 0,
     ) -> LaunchedEngine:
         settings = LaunchSettings(
             "small",
@@ -64,6 +49,7 @@ async def launch(root: Path, events: Events) -> AsyncIterator[Launch]:
             startup_seconds=startup,
             root=root,
             advertise=advertise,
+            port=port,
         )
         made.append(LaunchedEngine(settings, events, nobody_asks, Deadlines.from_environment(os.environ)))
         return made[-1]
@@ -88,8 +74,7 @@ async def test_a_launched_engine_becomes_ready_and_goes_with_its_directory(
         pid = host.pid
         assert pid is not None
         await host.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+    assert not alive(pid)
     assert sorted(os.listdir(root)) == ["logs", "ports"]
 
 
@@ -282,32 +267,17 @@ async def test_an_engine_that_is_there_but_deaf_is_replaced(
 
 
 async def test_whoever_else_holds_the_port_is_not_taken_for_ours(
-    events: Events, root: Path, monkeypatch: pytest.MonkeyPatch
+    launch: Launch, beside: Beside, events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ENVIRONMENT, f"{QUICK} engine_grace=2")
-    port = free_port()
-    other = await asyncio.create_subprocess_exec(*by_hand(port, root), env=environment())
-    try:
-        await answers(port)
-        host = LaunchedEngine(
-            LaunchSettings("small", port=port, startup_seconds=SECONDS, root=root),
-            events,
-            nobody_asks,
-            Deadlines.from_environment(os.environ),
-        )
-        try:
-            async with running(host) as run:
-                with pytest.raises(
-                    EngineFailedError, match=rf"port {port} is taken by .*small_engine.py .*pid {other.pid}"
-                ):
-                    await asyncio.wait_for(run, SECONDS)
-            assert any(f"port {port} is taken by" in line and "waiting up to 2 s" in line for line in events.lines)
-            assert not any("launched" in line for line in events.lines), "it would load for minutes, and not get it"
-        finally:
-            await host.close()
-    finally:
-        other.kill()
-        await other.wait()
+    url, other = await beside()
+    port = int(url.rpartition(":")[2])
+    host = launch(port=port)
+    async with running(host) as run:
+        with pytest.raises(EngineFailedError, match=rf"port {port} is taken by .*small_engine.py .*pid {other.pid}"):
+            await asyncio.wait_for(run, SECONDS)
+    assert any(f"port {port} is taken by" in line and "waiting up to 2 s" in line for line in events.lines)
+    assert not any("launched" in line for line in events.lines), "it would load for minutes, and not get it"
 
 
 async def test_arguments_that_the_adapter_refuses_are_refused_before_anything_starts(

@@ -39,7 +39,7 @@ class Leader:
         self.told: list[worker_pb2.NodeMessage] = []
         self._peer = b""
         self._heard = asyncio.Event()
-        self.link = LeaderLink(settings.listening_endpoint(), settings.keys(), self._take)
+        self.link = LeaderLink(settings.listening_endpoints(), settings.keys(), self._take)
         self.link.open()
 
     def _take(self, peer: bytes, message: worker_pb2.NodeMessage) -> None:

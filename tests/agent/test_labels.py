@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-from pathlib import Path
-
 import pytest
 
 from ckpt_engine.core.deadlines import ENVIRONMENT
 from ckpt_engine.v1 import manager_pb2
 from tests.agent.plain_manager import PlainManager
-from tests.agent.running_agent import (
-    QUICK,
-    SECONDS,
-    Start,
-    calls,
-    install,
-    prepare,
-    ready,
-)
-from tests.agent.small_engine import answers, by_hand, environment
-from tests.ports import free_port
+from tests.agent.running_agent import QUICK, SECONDS, Beside, Start, calls, ready, updated
 
 
 async def test_a_stamp_that_fails_is_repeated_before_the_engine_resumes(manager: PlainManager, start: Start) -> None:
     agent = start("--refused-stamps", "2")
     await ready(manager)
-    await prepare(manager, 1)
-    manager.send(install(manager, 1))
-    outcome = await manager.next(manager_pb2.ReplicaOutcome)
+    outcome = await updated(manager, 1)
     assert (outcome.outcome, outcome.label_problem) == (manager_pb2.OUTCOME_NEW_SERVING, "")
     assert (await calls(agent))[-4:] == [*["stamp 3:00010203:run"] * 3, "resume"]
 
@@ -39,9 +24,7 @@ async def test_a_label_that_an_engine_does_not_take_is_told_and_tried_again(
     monkeypatch.setenv(ENVIRONMENT, f"{QUICK} resume=6")
     agent = start("--refused-stamps", "4")
     await ready(manager)
-    await prepare(manager, 1)
-    manager.send(install(manager, 1))
-    outcome = await manager.next(manager_pb2.ReplicaOutcome)
+    outcome = await updated(manager, 1)
     assert outcome.outcome == manager_pb2.OUTCOME_NEW_SERVING
     assert "do not trust the version that the engine itself names" in outcome.label_problem
     assert "version 3 of run" in outcome.label_problem
@@ -57,27 +40,19 @@ async def test_a_label_that_an_engine_does_not_take_is_told_and_tried_again(
 
 
 async def test_an_agent_tells_an_engine_whose_agent_died_its_version_before_it_resumes_it(
-    manager: PlainManager, start: Start, tmp_path: Path
+    manager: PlainManager, start: Start, beside: Beside
 ) -> None:
     """What the first agent may have told it, or not, the second one does not know."""
-    port = free_port()
-    engine = await asyncio.create_subprocess_exec(*by_hand(port, tmp_path), env=environment())
-    try:
-        await answers(port)
-        first = start(url=f"http://127.0.0.1:{port}")
-        await ready(manager)
-        await prepare(manager, 1)
-        manager.send(install(manager, 1))
-        await manager.next(manager_pb2.ReplicaOutcome)
-        driver = first.agent.host.adapter
-        assert driver is not None
-        await driver.pause(manager_pb2.PAUSE_MODE_KEEP, SECONDS)
-        await first.end()
-        beats = len(manager.all(manager_pb2.ReplicaHeartbeat))
-        second = start(url=f"http://127.0.0.1:{port}")
-        await manager.until(lambda: any(beat.serving for beat in manager.all(manager_pb2.ReplicaHeartbeat)[beats:]))
-        asked = await calls(second)
-        assert asked[asked.index("resume") + 1 :] == ["pause", "pause", "install", "stamp 3:00010203:run", "resume"]
-    finally:
-        engine.kill()
-        await engine.wait()
+    url, _ = await beside()
+    first = start(url=url)
+    await ready(manager)
+    await updated(manager, 1)
+    driver = first.agent.host.adapter
+    assert driver is not None
+    await driver.pause(manager_pb2.PAUSE_MODE_KEEP, SECONDS)
+    await first.end()
+    beats = len(manager.all(manager_pb2.ReplicaHeartbeat))
+    second = start(url=url)
+    await manager.until(lambda: any(beat.serving for beat in manager.all(manager_pb2.ReplicaHeartbeat)[beats:]))
+    asked = await calls(second)
+    assert asked[asked.index("resume") + 1 :] == ["pause", "pause", "install", "stamp 3:00010203:run", "resume"]

@@ -24,6 +24,7 @@ from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.gate.page import EnginePage, WorkerSlot, verdict
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from tests.ports import free_port
+from tests.waiting import until
 
 SECONDS = 60.0
 BOOT = b"b" * 16
@@ -39,7 +40,7 @@ class Follower:
         self.commands: list[worker_pb2.NodeCommand] = []
         self.session, self.sequence, self.rank, self.nodes = os.urandom(16), 0, rank, settings.nodes
         self._changed = asyncio.Event()
-        self.link = FollowerLink(settings.endpoint, keys or settings.keys(), self._heard)
+        self.link = FollowerLink(settings.endpoint, keys or settings.keys(), self._heard, SECONDS)
         self.link.open()
 
     def _heard(self, command: worker_pb2.NodeCommand) -> None:
@@ -75,13 +76,6 @@ class Follower:
                 self.tell(**fields)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), 0.2)
-
-
-async def true(condition: Callable[[], bool]) -> None:
-    """Returns once it holds."""
-    async with asyncio.timeout(SECONDS):
-        while not condition():  # noqa: ASYNC110 - what it looks at tells nobody when it changes
-            await asyncio.sleep(0.02)
 
 
 def clean(identity: weights_pb2.Identity = IDENTITY, epoch: int = 1) -> list[manager_pb2.WorkerStatus]:
@@ -136,7 +130,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
         token.write_text("t" * 64)
         settings = NodeSettings(2, 0, f"localhost:{free_port()}", token)
         leader = Leader(tmp_path, settings, Deadlines().changed(f"lease={lease} heartbeat=0.1 engine_grace=0.2"))
-        leader.followers.open()
+        await leader.followers.open(SECONDS)
         follower = Follower(settings)
         made.append((leader, follower))
         await leader.serving(follower)
@@ -168,7 +162,7 @@ async def test_an_order_leaves_only_when_the_gate_knows_that_the_far_worker_may_
     assert leader.near is not None
     leader.near.clean(2, NEXT)
     follower.tell(workers=clean(NEXT, 2), request=asks(2, installed=worker_pb2.WorkerInstalled(fence={"epoch": 2})))
-    await true(lambda: verdict(leader.page.read()).identity == NEXT)
+    await until(lambda: verdict(leader.page.read()).identity == NEXT)
 
 
 async def test_a_repeated_question_is_answered_once(start: Start) -> None:
@@ -186,7 +180,7 @@ async def test_a_follower_that_does_not_look_in_time_holds_nothing(start: Start)
     leader, follower = await start()
     await leader.followers.look(0.3)
     assert "worker 1" in verdict(leader.page.read()).reason
-    await true(lambda: bool(follower.commands[-1].look))
+    await until(lambda: bool(follower.commands[-1].look))
     look = follower.commands[-1].look
     follower.tell(workers=clean(), looked=look)
     await leader.until(follower, lambda: verdict(leader.page.read()).open)
@@ -203,8 +197,8 @@ async def test_a_follower_that_does_not_look_in_time_holds_nothing(start: Start)
 
 async def test_a_follower_that_is_not_heard_closes_the_gate_and_ends_the_engine(start: Start) -> None:
     leader, _ = await start(lease=2)
-    await true(lambda: leader.followers.trouble() == "the agent of node 1 was not heard for 2 s")
-    await true(lambda: not verdict(leader.page.read()).open)
+    await until(lambda: leader.followers.trouble() == "the agent of node 1 was not heard for 2 s")
+    await until(lambda: not verdict(leader.page.read()).open)
 
 
 async def test_an_agent_that_comes_later_has_no_part_in_what_runs(start: Start) -> None:
@@ -247,7 +241,7 @@ async def test_what_ends_elsewhere_ends_everything(start: Start) -> None:
 async def test_nodes_that_do_not_come_are_named(tmp_path: Path) -> None:
     settings = NodeSettings(3, 0, f"127.0.0.1:{free_port()}")
     leader = Leader(tmp_path, settings, Deadlines().changed("heartbeat=0.1 lease=1"))
-    leader.followers.open()
+    await leader.followers.open(SECONDS)
     try:
         with pytest.raises(NodesMissingError, match=r"no agent of node 1, 2 has joined after 0\.5 s"):
             await leader.followers.gather(leader.page, tmp_path, 0.5)
@@ -259,7 +253,7 @@ async def test_nothing_begins_when_nobody_waits_for_it_any_more(tmp_path: Path) 
     """An agent that is told to stop while it waits for its nodes starts no engine on them."""
     settings = NodeSettings(2, 0, f"127.0.0.1:{free_port()}")
     leader = Leader(tmp_path, settings, Deadlines().changed("heartbeat=0.1 lease=60 engine_grace=0.2"))
-    leader.followers.open()
+    await leader.followers.open(SECONDS)
     gathering = asyncio.ensure_future(leader.followers.gather(leader.page, tmp_path, SECONDS))
     await asyncio.sleep(0)
     gathering.cancel()
@@ -308,13 +302,99 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=words):
             NodeSettings(*arguments)
     with pytest.raises(CkptEngineError, match="cannot be resolved on node 0"):
-        NodeSettings(2, 0, "no-such-host.invalid:7100", tmp_path / "token").listening_endpoint()
+        NodeSettings(2, 0, "no-such-host.invalid:7100", tmp_path / "token").listening_endpoints()
     short = tmp_path / "short"
     short.write_text("secret\n")
     with pytest.raises(CkptEngineError, match="holds 6 bytes; it takes 32"):
         NodeSettings(2, 0, "127.0.0.1:1", short).keys()
     with pytest.raises(CkptEngineError, match="cannot be read"):
         NodeSettings(2, 0, "127.0.0.1:1", tmp_path / "none").keys()
+
+
+GROUP = {"LWS_GROUP_SIZE": "3", "LWS_WORKER_INDEX": "2", "LWS_LEADER_ADDRESS": "wide-0.wide.rl"}
+"""What a LeaderWorkerSet tells the third pod of a group."""
+
+TOKEN = Path("token")
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "found"),
+    [
+        ((None, None, "", TOKEN), GROUP, NodeSettings(3, 2, "wide-0.wide.rl:7100", TOKEN)),
+        ((None, None, "", None), {}, NodeSettings()),
+        ((1, None, "", None), GROUP, NodeSettings()),
+        ((None, 1, "", TOKEN), GROUP, NodeSettings(3, 1, "wide-0.wide.rl:7100", TOKEN)),
+        ((4, None, "", TOKEN), GROUP, NodeSettings(4, 2, "wide-0.wide.rl:7100", TOKEN)),
+        ((None, None, "head:7200", TOKEN), GROUP, NodeSettings(3, 2, "head:7200", TOKEN)),
+        ((2, 1, "head:7200", TOKEN), GROUP, NodeSettings(2, 1, "head:7200", TOKEN)),
+        # A group of one pod has the same command line as a larger one.
+        ((None, None, "", TOKEN), {**GROUP, "LWS_GROUP_SIZE": "1", "LWS_WORKER_INDEX": "0"}, NodeSettings()),
+        # An older LeaderWorkerSet does not tell the index; the pod's label does.
+        (
+            (None, 2, "", TOKEN),
+            {name: value for name, value in GROUP.items() if name != "LWS_WORKER_INDEX"},
+            NodeSettings(3, 2, "wide-0.wide.rl:7100", TOKEN),
+        ),
+        (
+            (None, None, "", TOKEN),
+            {**GROUP, "LWS_LEADER_ADDRESS": "fd00::7"},
+            NodeSettings(3, 2, "[fd00::7]:7100", TOKEN),
+        ),
+    ],
+)
+def test_a_leader_worker_set_says_what_options_do_not(
+    options: tuple[int | None, int | None, str, Path | None], environment: dict[str, str], found: NodeSettings
+) -> None:
+    assert NodeSettings.found(*options, environment) == found
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "words"),
+    [
+        (
+            (None, None, "", TOKEN),
+            {"LWS_GROUP_SIZE": None},
+            "LWS_GROUP_SIZE is not set, although this pod is of a Lead",
+        ),
+        (
+            (None, None, "", TOKEN),
+            {"LWS_WORKER_INDEX": None},
+            "give --node-rank or CKPT_ENGINE_NODE_RANK, or `--nodes 1`",
+        ),
+        ((None, None, "", TOKEN), {"LWS_WORKER_INDEX": "-1"}, "LWS_WORKER_INDEX must be a number, not '-1'"),
+        ((None, None, "", TOKEN), {"LWS_GROUP_SIZE": "two"}, "LWS_GROUP_SIZE must be a number, not 'two'"),
+        (
+            (None, None, "", TOKEN),
+            {"LWS_WORKER_INDEX": "3"},
+            "--node-rank 3: nodes count from 0 to 2; this pod is of a",
+        ),
+        (
+            (None, None, "", TOKEN),
+            {"LWS_LEADER_ADDRESS": None},
+            "--leader must be HOST:PORT of node 0.*LWS_GROUP_SIZE='3'",
+        ),
+        ((None, None, "", TOKEN), {"LWS_LEADER_ADDRESS": ""}, "--leader must be HOST:PORT of node 0"),
+        ((None, None, "", TOKEN), {"LWS_GROUP_SIZE": "1"}, "--node-rank 2: nodes count from 0 to 0"),
+        ((None, None, "", TOKEN), {"LWS_GROUP_SIZE": "0"}, "--nodes 0 must be from 1 to"),
+        ((None, None, "", None), {}, "give all nodes one --node-token.*and options win over that"),
+        ((2, None, "", TOKEN), {}, "--node-rank 2: nodes count from 0 to 1.*LWS_WORKER_INDEX='2'"),
+        ((1, 2, "", None), {}, "--node-rank 2: nodes count from 0 to 0"),
+    ],
+)
+def test_a_group_that_does_not_fit_is_refused(
+    options: tuple[int | None, int | None, str, Path | None], change: dict[str, str | None], words: str
+) -> None:
+    environment = {name: value for name, value in {**GROUP, **change}.items() if value is not None}
+    with pytest.raises(ValueError, match=words):
+        NodeSettings.found(*options, environment)
+
+
+async def test_a_leader_whose_name_is_another_host_s_gives_up(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("t" * 64)
+    leader = Leader(tmp_path, NodeSettings(2, 0, "192.0.2.7:7100", tmp_path / "token"), Deadlines())
+    with pytest.raises(CkptEngineError, match=r"means 192\.0\.2\.7, which is no address of this host"):
+        await leader.followers.open(0.0)
+    await leader.followers.close()
 
 
 async def test_two_who_ask_for_the_same_share_the_answer(start: Start) -> None:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from ckpt_engine.agent.process import (
     describe_status,
     torchrun_variables,
 )
+from tests.waiting import assert_gone, eventually
 
 PATIENCE = 60.0
 """Seconds that anything may take here on a busy machine."""
@@ -59,27 +59,9 @@ TREE = """
 """
 
 
-def alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except OSError:
-        return False
-
-
 def wait_for_pids(folder: Path, roles: tuple[str, ...]) -> list[int]:
-    deadline = time.monotonic() + PATIENCE
-    while not all((folder / f"{role}.pid").exists() for role in roles):
-        assert time.monotonic() < deadline, f"of {roles} only {sorted(p.name for p in folder.iterdir())} came up"
-        time.sleep(0.02)
+    eventually(f"{roles} came up", PATIENCE, lambda: all((folder / f"{role}.pid").exists() for role in roles))
     return [int((folder / f"{role}.pid").read_text()) for role in roles]
-
-
-def assert_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while left := [pid for pid in pids if alive(pid)]:
-        assert time.monotonic() < deadline, f"still alive: {left}"
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -102,44 +84,46 @@ def engine(tmp_path: Path, script: str | Path, *arguments: str, grace: float = 5
 ROLES = ("main", "worker", "daemon")
 
 
+async def started(process: EngineProcess, tmp_path: Path) -> list[int]:
+    """The pids of its tree."""
+    await process.start()
+    return await asyncio.to_thread(wait_for_pids, tmp_path / "pids", ROLES)
+
+
 @pytest.mark.parametrize(("manner", "status"), [("polite", -signal.SIGTERM), ("slow", 7)])
 async def test_stop_ends_the_whole_tree(tmp_path: Path, tree: Path, manner: str, status: int) -> None:
     """Who ends by himself is waited for as long as that takes, and no longer: the grace would outlast this test."""
     process = engine(tmp_path, tree, str(tmp_path / "pids"), manner, grace=600.0)
-    await process.start()
-    pids = await asyncio.to_thread(wait_for_pids, tmp_path / "pids", ROLES)
+    pids = await started(process, tmp_path)
     assert process.pid == pids[0]
     assert await asyncio.wait_for(process.stop(), PATIENCE) == status
-    assert_gone(pids)
+    assert_gone(*pids)
     assert not process.running
 
 
 async def test_what_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path, tree: Path) -> None:
     process = engine(tmp_path, tree, str(tmp_path / "pids"), "stubborn", grace=0.5)
-    await process.start()
-    pids = await asyncio.to_thread(wait_for_pids, tmp_path / "pids", ROLES)
+    pids = await started(process, tmp_path)
     assert await asyncio.wait_for(process.stop(), PATIENCE) == -signal.SIGKILL
-    assert_gone(pids)
+    assert_gone(*pids)
 
 
 async def test_what_an_engine_leaves_behind_goes_with_it(tmp_path: Path, tree: Path) -> None:
     process = engine(tmp_path, tree, str(tmp_path / "pids"), "stubborn", grace=0.2)
-    await process.start()
-    pids = await asyncio.to_thread(wait_for_pids, tmp_path / "pids", ROLES)
+    pids = await started(process, tmp_path)
     os.kill(pids[0], signal.SIGKILL)
     assert await asyncio.wait_for(process.wait(), PATIENCE) == -signal.SIGKILL
-    assert_gone(pids)
+    assert_gone(*pids)
     assert "was killed by SIGKILL" in process.describe_exit()
 
 
 async def test_killing_the_launcher_ends_the_engine(tmp_path: Path, tree: Path) -> None:
     process = engine(tmp_path, tree, str(tmp_path / "pids"), "stubborn")
-    await process.start()
-    pids = await asyncio.to_thread(wait_for_pids, tmp_path / "pids", ROLES)
+    pids = await started(process, tmp_path)
     launchers = [pid for pid in descendants(os.getpid()) if pids[0] in descendants(pid)]
     os.kill(launchers[0], signal.SIGKILL)
     await asyncio.wait_for(process.wait(), PATIENCE)
-    assert_gone(pids[:2])  # the daemon left the session, and the one who could have found it is gone
+    assert_gone(*pids[:2])  # the daemon left the session, and the one who could have found it is gone
 
 
 AGENT = """
@@ -156,35 +140,33 @@ AGENT = """
 """
 
 
+def agent_of(tree: Path, tmp_path: Path) -> subprocess.Popen[bytes]:
+    """A process that has started this engine."""
+    command = [sys.executable, "-c", textwrap.dedent(AGENT), str(tree), str(tmp_path / "pids"), str(tmp_path)]
+    return subprocess.Popen(command, cwd=Path(__file__).parents[2])
+
+
 def test_the_engine_dies_with_its_agent(tmp_path: Path, tree: Path) -> None:
-    pids_folder = tmp_path / "pids"
-    agent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(AGENT), str(tree), str(pids_folder), str(tmp_path)],
-        cwd=Path(__file__).parents[2],
-    )
+    agent = agent_of(tree, tmp_path)
     try:
-        pids = wait_for_pids(pids_folder, ROLES)
+        pids = wait_for_pids(tmp_path / "pids", ROLES)
     finally:
         agent.send_signal(signal.SIGKILL)
         agent.wait()
-    assert_gone(pids)
+    assert_gone(*pids)
 
 
 def test_the_kernel_ends_the_engine_when_agent_and_launcher_are_killed_together(tmp_path: Path, tree: Path) -> None:
-    pids_folder = tmp_path / "pids"
-    agent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(AGENT), str(tree), str(pids_folder), str(tmp_path)],
-        cwd=Path(__file__).parents[2],
-    )
+    agent = agent_of(tree, tmp_path)
     try:
-        pids = wait_for_pids(pids_folder, ROLES)
+        pids = wait_for_pids(tmp_path / "pids", ROLES)
         (launcher,) = (pid for pid in descendants(agent.pid) if pids[0] in descendants(pid))
     finally:
         agent.send_signal(signal.SIGSTOP)  # so that it cannot sweep up when it sees its launcher go
     os.kill(launcher, signal.SIGKILL)
     agent.kill()
     agent.wait()
-    assert_gone(pids[:1])  # children of its own are the engine's to watch: this is more than one process can do
+    assert_gone(*pids[:1])  # children of its own are the engine's to watch: this is more than one process can do
 
 
 async def test_health_comes_late(tmp_path: Path) -> None:

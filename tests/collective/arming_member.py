@@ -15,23 +15,15 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from ckpt_engine.core.arming import BallotAnswer
-from ckpt_engine.core.collective_plan import KEY_BYTES
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.transport.collective.door import MeetingDoor
 from ckpt_engine.transport.collective.meeting import Attendance
 from ckpt_engine.transport.collective.on_host import HostMember
 from ckpt_engine.transport.collective.voting import wait_for_go
-from tests.collective.collective_case import DTYPES, Memory, make_case
-
-LIMIT = 60.0
-KEY = bytes(range(KEY_BYTES))
-
-
-def say(**values: Any) -> None:
-    print(json.dumps(values), flush=True)
+from tests.collective.collective_case import DTYPES, KEY, LIMIT, Memory, make_case
+from tests.line_process import say
 
 
 class Struck(Attendance):

@@ -16,7 +16,7 @@ import torch
 from ckpt_engine.core.boxes import Box, whole
 from ckpt_engine.core.collective import CollectiveMember, Schedule, arrange
 from ckpt_engine.core.collective_buckets import wants_of
-from ckpt_engine.core.collective_plan import collective_plan, read_collective_plan
+from ckpt_engine.core.collective_plan import KEY_BYTES, collective_plan, read_collective_plan
 from ckpt_engine.core.plan import PlanRequest, compile_plans
 from ckpt_engine.core.publication import merge_tables
 from ckpt_engine.core.sealed import check_replicas
@@ -28,6 +28,9 @@ from tests.sealing import expected_digests
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (256, 512), "b": (512, 128), "norm": (512,), "odd": (2, 77, 3), "z": (0, 4)}
 TRANSPORT = "file"
+LIMIT = 60.0
+"""Seconds until a member gives up."""
+KEY = bytes(range(KEY_BYTES))
 BUCKET = 32 << 10
 LARGE = {"a": (8192, 4096), **{name: shape for name, shape in SHAPES.items() if name != "a"}}
 """More than NCCL takes from a sender whose receiver has stopped."""

@@ -14,25 +14,17 @@ import os
 import signal
 import sys
 import time
-from typing import Any
 
 import torch
 
-from ckpt_engine.core.collective_plan import KEY_BYTES
 from ckpt_engine.core.problems import CkptEngineError, internal
 from ckpt_engine.transport.collective.door import MeetingDoor
 from ckpt_engine.transport.collective.meeting import Attendance
 from ckpt_engine.transport.collective.on_gpu import GpuMember
 from ckpt_engine.transport.collective.on_host import HostMember
 from ckpt_engine.v1.weights_pb2 import Problem
-from tests.collective.collective_case import DTYPES, Memory, make_case
-
-LIMIT = 60.0
-KEY = bytes(range(KEY_BYTES))
-
-
-def say(**values: Any) -> None:
-    print(json.dumps(values), flush=True)
+from tests.collective.collective_case import DTYPES, KEY, LIMIT, Memory, make_case
+from tests.line_process import say
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from ckpt_engine.transport.collective.meeting import Attendance
 from ckpt_engine.transport.collective.on_host import HostMember
 from tests.collective.collective_case import DTYPES, Memory, make_case
 from tests.collective.collective_processes import LIMIT, processes
+from tests.waiting import eventually
 
 KEY = bytes(KEY_BYTES)
 
@@ -173,19 +174,12 @@ def test_a_meeting_wants_its_key_and_hears_of_lost_connections() -> None:
         one.set("word", b"said")
         assert (other.get("word"), other.get("other"), other.attendees()) == (b"said", None, ["worker 1", "worker 2"])
         one._socket.close()
-        wait_for(lambda: other.hear(running=False) == "worker 1 lost its connection")
+        eventually("it is told", LIMIT, lambda: other.hear(running=False) == "worker 1 lost its connection")
         assert other.end("something else") == "worker 1 lost its connection"
     finally:
         door.close()
     with pytest.raises(CkptEngineError, match="rank 0, which keeps the collective's meeting, is gone"):
         other.hear(running=False)
-
-
-def wait_for(true: Any) -> None:
-    stop_at = time.monotonic() + LIMIT
-    while not true():
-        assert time.monotonic() < stop_at
-        time.sleep(0.01)
 
 
 @pytest.mark.slow

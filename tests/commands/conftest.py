@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
-from typer.testing import CliRunner
 
-from ckpt_engine.cli import app_for
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.manager.service import ManagerConfig, running_manager
+from tests.command_line import run
 
 Run = Callable[..., Result]
 
@@ -31,13 +30,8 @@ def two_loops_in_one_process() -> Iterator[None]:
     log.removeFilter(_of_one_loop)
 
 
-@pytest.fixture
-def run() -> Run:
-    """Runs a command in this process; its standard output and error are in the result."""
-
-    def run(*arguments: str) -> Result:
-        return CliRunner().invoke(app_for(arguments), list(arguments), catch_exceptions=False)
-
+@pytest.fixture(name="run")
+def runner() -> Run:
     return run
 
 

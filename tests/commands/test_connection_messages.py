@@ -181,9 +181,7 @@ def test_an_address_that_is_none_is_told_before_torch_is_loaded(command: list[st
 def test_a_token_that_may_not_publish_ends_at_once(secured: str, caplog: pytest.LogCaptureFixture) -> None:
     with Trainer(secured, lineage="run", deadlines=Deadlines(connect=600.0)) as trainer:
         trainer.publish({"a": torch.ones(2)})
-        with pytest.raises(
-            CkptEngineError, match="the holder of the token on line 1 of the tokens file may not act as trainer"
-        ) as caught:
+        with pytest.raises(CkptEngineError, match=r"token on line 1 .* may not act as trainer") as caught:
             trainer.update_weights()
     assert caught.value.problem.code == Problem.PERMISSION_DENIED
     assert "granted viewer" in caught.value.problem.message

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,9 @@ def said(call: Callable[[], object]) -> str:
     ],
 )
 def test_arguments_of_an_update_that_cannot_be(wish: dict[str, Any], words: str) -> None:
-    with Trainer("127.0.0.1:1", lineage="run") as trainer:
-        assert words in said(lambda: trainer.update_weights(**wish))
+    with Trainer("127.0.0.1:1", lineage="run") as trainer, pytest.raises(CkptEngineError) as caught:
+        trainer.update_weights(**wish)
+    assert (caught.value.code, words in caught.value.problem.message) == ("INVALID_ARGUMENT", True), caught.value
 
 
 def test_arguments_of_a_trainer_that_cannot_be() -> None:
@@ -104,14 +106,12 @@ def test_arguments_of_other_calls_that_cannot_be() -> None:
 
 def test_a_trainer_that_was_closed_says_so() -> None:
     trainer = Trainer("127.0.0.1:1", lineage="run")
-    trainer.close()
+    for _ in range(3):
+        trainer.close()
     for call in (trainer.update_weights, lambda: trainer.publish({"a": torch.ones(2)}), trainer.sleep):
-        assert said(call) == "this Trainer was closed: make another one"
-
-
-def test_a_rank_that_has_not_published_says_so() -> None:
-    with Trainer("127.0.0.1:1", lineage="run") as trainer:
-        assert said(trainer.update_weights) == "publish weights before update_weights"
+        with pytest.raises(CkptEngineError, match="closed: make another one") as caught:
+            call()
+        assert caught.value.code == "FAILED_PRECONDITION"
 
 
 def test_a_name_that_nobody_has(run: Run, manager: str) -> None:
@@ -177,9 +177,8 @@ def test_a_base_install_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None
     """A fake: find_spec finds no torch, as in an environment without."""
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "torch" else object())
     words = said(lambda: extras.require("trainer", "torch", "numpy", what="ckpt_engine.Trainer"))
-    assert words == (
-        "ckpt_engine.Trainer needs torch, which the base install leaves out: pip install 'ckpt-engine[trainer]'"
-    )
+    assert words.startswith("ckpt_engine.Trainer needs torch")
+    assert words.endswith("pip install 'ckpt-engine[trainer]'")
     reference = ["--manager", "a:1", "--engine", "reference"]
     for command, needed in {"update": ["--checkpoint", "."], "agent": reference, "demo": []}.items():
         result = CliRunner().invoke(app_for([command]), [command, *needed])
@@ -205,11 +204,9 @@ def test_a_demo_that_cannot_begin_says_why_and_nothing_else() -> None:
 def test_an_engine_that_is_not_installed() -> None:
     lines = ["Traceback (most recent call last):", "ModuleNotFoundError: No module named 'vllm.entrypoints'"]
     words = remedy(["env", "A=b", "/opt/bin/python3", "-m", "vllm"], lines)
-    assert words.startswith(
-        "/opt/bin/python3 has no vllm: activate the engine's environment, or name its Python behind --"
-    )
+    assert words.startswith("/opt/bin/python3 has no vllm: activate the engine's environment")
     words = remedy(["python", "-m", "x"], ["(ModuleNotFoundError: No module named 'ckpt_engine_adapters')"])
-    assert "install it into the engine's environment as well" in words
+    assert "install it into the engine's environment" in words
     assert remedy(["python"], ["CUDA out of memory"]) == ""
 
 
@@ -235,20 +232,15 @@ def test_weights_that_are_no_numbers_are_refused_by_name(manager: str, tmp_path:
         for checked in (True, False):
             sealer = Sealer()
             table = weights_pb2.SourceTable.FromString(sealer.offer(open_source(published), check_finite=checked))
-            atoms = weights_pb2.Atoms(
-                table_digest=sealer._table_digest,
-                atoms=[
-                    weights_pb2.Atom(shard=index, start=shard.start, stop=shard.stop)
-                    for index, shard in enumerate(table.shards)
-                ],
-            )
+            atoms = weights_pb2.Atoms(table_digest=sealer._table_digest)
+            for index, shard in enumerate(table.shards):
+                atoms.atoms.add(shard=index, start=shard.start, stop=shard.stop)
             assert table.rank == 0
+            seal = partial(sealer.seal, atoms, keep=False)
             if checked:
-                assert "weights of rank 0 hold NaN or infinity: wrong; has training diverged?" in said(
-                    lambda sealer=sealer, atoms=atoms: sealer.seal(atoms, keep=False)  # type: ignore[misc]
-                )
+                assert "weights of rank 0 hold NaN or infinity: wrong" in said(seal)
             else:
-                sealer.seal(atoms, keep=False)
+                seal()
             sealer.close()
 
 

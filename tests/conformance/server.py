@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +32,27 @@ class RelaysTrainer(Trainer):
         return report
 
 
+class EarlyTrainer(RelaysTrainer):
+    """Wants a worker that is awake to have the version in its stage memory before the pause. is_asleep: of the replica
+    now."""
+
+    is_asleep: Callable[[], bool]
+
+    def update_weights(self, version: int | None = None, **wishes: Any) -> UpdateReport:
+        asleep = self.is_asleep()
+        report = super().update_weights(version, **wishes)
+        for replica in report.replicas:
+            for worker in replica.message.workers:
+                if replica.outcome == "new_serving" and not worker.by_loader:
+                    assert worker.early_bytes == (0 if asleep else worker.bytes), report
+        return report
+
+
 @dataclass
 class Server:
     """replica: a hybrid one of one worker, so that sleep and wake can be asked of it too. by_relay: it reads a relay of
-    its host, and whoever serves a new version has read nothing else."""
+    its host, and whoever serves a new version has read nothing else. early: and it has brought that before the pause,
+    into stage memory."""
 
     engine: Engine
     cluster: Cluster
@@ -43,10 +60,14 @@ class Server:
     models: Models
     listener: Listener
     by_relay: bool = False
+    early: bool = False
 
     def trainer(self, lineage: str) -> Trainer:
-        kind = RelaysTrainer if self.by_relay else Trainer
-        return kind(self.cluster.address, lineage=f"{lineage}-{self.engine.kind}")
+        kind = EarlyTrainer if self.early else RelaysTrainer if self.by_relay else Trainer
+        trainer = kind(self.cluster.address, lineage=f"{lineage}-{self.engine.kind}")
+        if isinstance(trainer, EarlyTrainer):
+            trainer.is_asleep = lambda: bool(self.replica.status and self.replica.status.asleep)
+        return trainer
 
     def assert_serves(self, seed: int, version: int) -> None:
         """See check_serves."""
@@ -64,6 +85,12 @@ class Server:
         status = self.replica.status
         assert status is not None
         return [worker.state for worker in status.workers]
+
+    def epochs(self) -> list[int]:
+        """Of the last order that each worker had."""
+        status = self.replica.status
+        assert status is not None
+        return [worker.epoch for worker in status.workers]
 
     def sleep(self, level: int) -> str:
         """What is wrong; empty if it sleeps."""

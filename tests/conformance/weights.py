@@ -21,6 +21,7 @@ from tests.tiny_model import (
 TOKENS = 32
 O_PROJ = "model.layers.1.self_attn.o_proj.weight"
 K_PROJ = "model.layers.0.self_attn.k_proj.weight"
+UP_PROJ = "model.layers.0.mlp.up_proj.weight"
 
 
 class Models:
@@ -81,7 +82,10 @@ BAD: dict[str, tuple[Change, str]] = {
     "one leg of a fused tensor missing": (lambda w: {name: each for name, each in w.items() if name != K_PROJ}, K_PROJ),
     "unknown": (lambda w: {**w, "model.layers.0.extra.weight": torch.zeros(4, dtype=torch.bfloat16)}, "extra"),
     "wrong shape": (lambda w: {**w, O_PROJ: torch.zeros(64, 128, dtype=torch.bfloat16)}, O_PROJ),
+    "transposed": (lambda w: {**w, UP_PROJ: w[UP_PROJ].t()}, UP_PROJ),
     "wrong dtype": (lambda w: {**w, O_PROJ: w[O_PROJ].half()}, O_PROJ),
+    "unsupported dtype": (lambda w: {**w, O_PROJ: w[O_PROJ].to(torch.complex64)}, O_PROJ),
+    "empty": (lambda w: {}, ""),
 }
 """What an engine's own loader may take without a word, and the tensor that a refusal must name."""
 

@@ -72,10 +72,12 @@ def test_the_lead_that_all_have_to_find_is_the_one_they_meet_at(found: str) -> N
 def test_who_computes_elsewhere_than_the_weights_lie_is_left_out_by_name() -> None:
     found = choose_members([rank(0, frozenset({gpu(0)}))], [reader("a", 1), reader("b"), reader("c", 2, 3)])
     assert [(member.name, member.gpu) for member in found.members] == [("rank 0", gpu(0)), ("a, worker 0", gpu(1))]
-    assert found.refused["b"].message == (
-        "no collective for it: b, worker 0 computes on a CPU (host host of b), and the weights of rank 0 lie on a GPU: "
-        "publish them over another transport, or from where replicas compute"
-    )
+    for words in (
+        "b, worker 0 computes on a CPU",
+        "weights of rank 0 lie on a GPU",
+        "publish them over another transport",
+    ):
+        assert words in found.refused["b"].message
     assert "c, worker 0 uses 2 GPUs" in found.refused["c"].message
     assert found.refused["c"].replica == "c"
 

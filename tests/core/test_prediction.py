@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ckpt_engine.core.prediction import (
@@ -9,6 +11,7 @@ from ckpt_engine.core.prediction import (
     PredictedEdge,
     ProcessWork,
     Rates,
+    before_the_pause,
     measured,
     of_work,
     over_lanes,
@@ -133,3 +136,24 @@ def test_rates_that_are_none_are_refused(told: object, says: str) -> None:
     with pytest.raises(CkptEngineError) as refused:
         Rates.of(told)
     assert says in refused.value.problem.message
+
+
+def test_what_stage_memory_holds_is_copied_on_the_device() -> None:
+    """What is slowest first; what lies on the worker's own GPU is read in the pause all the same."""
+    edges = [
+        PredictedEdge("rank 0", "a", "cuda_ipc", 4 * GB, memory="gpu", same_gpu=True),
+        PredictedEdge("rank 1", "a", "cuda_ipc", 4 * GB, memory="gpu"),
+        PredictedEdge("relay", "a", "shared_memory", 10 * GB, memory="gpu"),
+    ]
+    early, rest = before_the_pause(edges, {"a": 12 * GB})
+    assert [(edge.source, edge.bytes) for edge in early] == [("relay", 10 * GB), ("rank 1", 2 * GB)]
+    assert [(edge.source, edge.bytes) for edge in rest] == [("rank 0", 4 * GB), ("rank 1", 2 * GB)]
+    assert before_the_pause(edges, None)[1] == edges[:1]
+    assert before_the_pause(edges, {}) == ([], [edges[2], *edges[:2]])
+    rates = replace(RATES, copy={"gpu": 2000e9})
+    whole = [edges[2]]
+    stages = predict(rates, early=whole, verified=[ProcessWork("a", 10 * GB, memory="gpu")])
+    assert stages["ready"].seconds == pytest.approx(0.2)
+    assert stages["transfer"].seconds == pytest.approx(0.005)
+    assert pause(stages) == pytest.approx(0.0075)
+    assert pause(predict(rates, installs=whole)) == pytest.approx(0.2)

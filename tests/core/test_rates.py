@@ -74,10 +74,9 @@ def test_who_was_slow_twice_is_slow_and_says_how_slow() -> None:
     assert among(measured(SLOW, SLOW))
     assert among(measured(FAST, FAST, received=(SLOW, SLOW)))
     found = slow({"relay a": measured(Rate(3e6, 1), Rate(2e6, 1)), **{n: measured(Rate(1e9, 1)) for n in "bc"}})
-    assert found == {
-        "relay a": "sent 3 MB/s at most in each of the last 2 fillings in which that was measured, and relays usually "
-        "do 1000 MB/s"
-    }
+    assert list(found) == ["relay a"]
+    assert "3 MB/s at most in each of the last 2 fillings" in found["relay a"]
+    assert "1000 MB/s" in found["relay a"]
 
 
 @pytest.mark.parametrize(

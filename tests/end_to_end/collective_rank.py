@@ -8,17 +8,13 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ckpt_engine import CkptEngineError, Trainer
 from tests.end_to_end.conftest import PADDED_VOCABULARY
+from tests.line_process import say
 from tests.tiny_model import make_tiny_qwen3, named_weights
-
-
-def say(**told: Any) -> None:
-    print(json.dumps(told), flush=True)
 
 
 def main() -> None:

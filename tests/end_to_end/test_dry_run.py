@@ -8,18 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import Result
-from typer.testing import CliRunner
 
 from ckpt_engine import Trainer
-from ckpt_engine.cli import app_for
 from tests.cluster import running_cluster
+from tests.command_line import run
 from tests.tiny_model import make_tiny_qwen3
 
 pytestmark = pytest.mark.slow
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app_for(arguments), list(arguments), catch_exceptions=False)
 
 
 def test_a_dry_run_tells_what_an_update_then_does(tmp_path: Path, bare_model: Path) -> None:

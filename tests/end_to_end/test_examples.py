@@ -28,7 +28,7 @@ UNITS = sorted((EXAMPLES / "systemd").glob("*.service"))
 MANIFESTS = sorted((EXAMPLES / "kubernetes").rglob("*.yaml"))
 
 
-def parsed(command: Sequence[str]) -> dict[str, Any]:
+def parsed(command: Sequence[str], environment: Mapping[str, str] = {}) -> dict[str, Any]:
     """The options of a `ckpt-engine` command line, read by our own command line; raises what that raises."""
     program, *arguments = command
     assert Path(program).name == "ckpt-engine"
@@ -37,8 +37,11 @@ def parsed(command: Sequence[str]) -> dict[str, Any]:
     name, rest = context._protected_args[0], [*context._protected_args[1:], *context.args]
     found = dict(group.commands[name].make_context(name, rest, parent=context).params)
     if name == "agent":
-        nodes = NodeSettings(found["nodes"], found["node_rank"], found["leader"], found["node_token"])
+        options = (found["nodes"], found["node_rank"], found["leader"], found["node_token"])
+        nodes = NodeSettings.found(*options, environment)
         arguments, model = tuple(found["arguments"] or ()), found["model"]
+        if found["url"]:
+            return found
         if nodes.nodes == 1:
             plan = load_adapter(found["engine"]).launch_plan(arguments, found["port"] or 1, model)
         else:
@@ -135,27 +138,60 @@ def test_systemd_takes_the_units(unit: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def containers() -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+def containers() -> Iterator[tuple[str, Mapping[str, Any], set[str], Mapping[str, str]]]:
+    """Each container with the volumes of its pod, and what its pods' owner adds to its environment."""
     for path in MANIFESTS:
         for document in yaml.safe_load_all(path.read_text()):
             if document["kind"] in ("Kustomization", "Component"):
                 continue  # tests/images/test_kustomizations.py
             assert document["apiVersion"]
             assert document["metadata"]["name"]
-            pod = document.get("spec", {}).get("template", {}).get("spec")
-            if pod is not None:
-                if document["kind"] != "Job":  # whose selector the cluster makes
-                    labels = document["spec"]["template"]["metadata"]["labels"]
-                    assert document["spec"]["selector"]["matchLabels"] == labels
-                for container in pod["containers"]:
-                    yield f"{path.stem}-{container['name']}", container, pod
+            for name, template, environment in templates(document):
+                pod = template["spec"]
+                patch = "volumes" not in pod  # of a pod of another file
+                if not patch and "selector" in document["spec"]:
+                    assert document["spec"]["selector"]["matchLabels"] == template["metadata"]["labels"]
+                volumes = {volume["name"] for volume in (patched(document) if patch else pod)["volumes"]}
+                for container in (*pod["containers"], *pod.get("initContainers", ())):
+                    if "$patch" not in container and container["command"][0] != "sh":
+                        yield f"{path.parent.name}-{name}{container['name']}", container, volumes, environment
+
+
+def templates(document: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, str]]]:
+    """Templates of an object's pods, each with what to call it and what the object tells its pods."""
+    spec = document.get("spec", {})
+    if "template" in spec:
+        yield "", spec["template"], {}
+    for rank, name in enumerate(("leader", "worker")):
+        if template := spec.get("leaderWorkerTemplate", {}).get(f"{name}Template"):
+            size = str(spec["leaderWorkerTemplate"]["size"])
+            address = f"{document['metadata']['name']}-0.{document['metadata']['name']}.default"
+            yield (
+                f"{name}-",
+                template,
+                {"LWS_GROUP_SIZE": size, "LWS_WORKER_INDEX": str(rank), "LWS_LEADER_ADDRESS": address},
+            )
+
+
+def patched(patch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The pod that a patch changes."""
+    (found,) = [
+        document["spec"]["template"]["spec"]
+        for document in yaml.safe_load_all((EXAMPLES / "kubernetes/relayed/replica.yaml").read_text())
+        if (document["kind"], document["metadata"]["name"]) == (patch["kind"], patch["metadata"]["name"])
+    ]
+    return found  # type: ignore[no-any-return]
 
 
 CONTAINERS = list(containers())
 
 
-@pytest.mark.parametrize(("container", "pod"), [each[1:] for each in CONTAINERS], ids=[each[0] for each in CONTAINERS])
-def test_manifests_run_command_lines_that_we_take(container: Mapping[str, Any], pod: Mapping[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("container", "volumes", "environment"), [each[1:] for each in CONTAINERS], ids=[each[0] for each in CONTAINERS]
+)
+def test_manifests_run_command_lines_that_we_take(
+    container: Mapping[str, Any], volumes: set[str], environment: Mapping[str, str]
+) -> None:
     given = {variable["name"]: "10.0.0.1" for variable in container.get("env", ())}
     # Kubernetes leaves $(NAME) as it is if there is no such variable.
     command = [re.sub(r"\$\((\w+)\)", lambda match: given[match[1]], word) for word in container["args"]]
@@ -165,13 +201,20 @@ def test_manifests_run_command_lines_that_we_take(container: Mapping[str, Any], 
         usage = (EXAMPLES.parent / script).read_text()
         for option in command[command.index(script) + 1 :]:
             assert f'"{option.partition("=")[0]}"' in usage
+    elif container["command"] == ["vllm"]:
+        # An attached agent adds nothing: what it would give an engine that it launches must be there already.
+        plan = load_adapter("vllm").launch_plan(("vllm", *command[:2]), 8000, "")
+        added = list(zip(plan.argv[3::2], plan.argv[4::2], strict=True))
+        assert {f"{name}={value}" for name, value in added if name != "--host"} <= set(command)
+        assert "--middleware" in dict(added)
+        assert ("VLLM_SERVER_DEV_MODE", "1") in [(each["name"], each["value"]) for each in container["env"]]
+        assert plan.env["VLLM_SERVER_DEV_MODE"] == "1"
     else:
-        options = parsed([*container["command"], *command])
+        options = parsed([*container["command"], *command], environment)
         assert not options.get("insecure"), "an example must not teach this"
     ports = {port["containerPort"] for port in container.get("ports", ())}
     for probe in (container[name]["httpGet"] for name in ("readinessProbe", "livenessProbe") if name in container):
         assert probe["port"] in ports
-        assert probe["path"] in ("/healthz", "/livez", "/readyz", "/metrics", READY_ROUTE)
+        assert probe["path"] in ("/health", "/healthz", "/livez", "/readyz", "/metrics", READY_ROUTE)
         assert any(word.endswith(f":{probe['port']}") or word == f"--port={probe['port']}" for word in command)
-    volumes = {volume["name"] for volume in pod["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} <= volumes

@@ -16,8 +16,9 @@ from ckpt_engine import Trainer
 from ckpt_engine.core.deadlines import ENVIRONMENT
 from ckpt_engine.trace import ENVIRONMENT as TRACE
 from tests.cluster import eventually, outcomes, running_cluster
+from tests.command_line import run
 from tests.end_to_end.conftest import PADDED_VOCABULARY
-from tests.end_to_end.test_missing_replicas import attached, run
+from tests.end_to_end.test_missing_replicas import attached
 from tests.faults.listener import Listener
 from tests.ports import free_address
 from tests.reference.engine_process import engine

@@ -11,21 +11,16 @@ import httpx
 import pytest
 import torch
 from click.testing import Result
-from typer.testing import CliRunner
 
-from ckpt_engine.cli import app_for
 from ckpt_engine.core.deadlines import ENVIRONMENT
 from tests.cluster import Cluster, Replica, eventually, running_cluster
+from tests.command_line import run
 from tests.end_to_end.conftest import PADDED_VOCABULARY
 from tests.ports import free_address
 from tests.reference.engine_process import engine
 from tests.tiny_model import make_tiny_qwen3
 
 pytestmark = pytest.mark.slow
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app_for(arguments), list(arguments), catch_exceptions=False)
 
 
 def served(url: str) -> tuple[int, str]:

@@ -20,7 +20,6 @@ import torch
 
 from ckpt_engine import Trainer
 from tests.cluster import Replica, eventually, generate, running_cluster
-from tests.end_to_end.test_several_nodes import free_address
 from tests.tiny_model import decisive_prompts, make_tiny_qwen3, named_weights, reference_tokens
 
 TOKENS = 8
@@ -69,14 +68,13 @@ def test_a_server_spans_a_network(
 ) -> None:
     torch.set_num_threads(1)
     (tmp_path / "token").write_text(secrets.token_hex(32))
-    leader = f"{network.address}:{free_address().rpartition(':')[2]}"
     with running_cluster(tmp_path / "cluster") as cluster:
         for rank in (0, 1):
             runtime = tmp_path_factory.mktemp("n")  # short: paths of sockets have 107 bytes
             runtime.chmod(0o700)
             command = [sys.executable, "-m", "ckpt_engine", "agent", "--manager", cluster.address]
-            command += ["--engine", "reference", "--model", str(bare_model), "--name", "wide", "--nodes", "2"]
-            command += ["--node-rank", str(rank), "--leader", leader, "--node-token", str(tmp_path / "token")]
+            command += ["--engine", "reference", "--model", str(bare_model), "--name", "wide"]
+            command += ["--node-token", str(tmp_path / "token")]
             command += ["--deadline", "lease=15", "--advertise", network.address, "--engine-output", "--"]
             command += ["--tensor-parallel", "2", "--host", "0.0.0.0"]
             inside = ["ip", "netns", "exec", network.namespace] if rank else []
@@ -84,6 +82,10 @@ def test_a_server_spans_a_network(
                 "XDG_RUNTIME_DIR": str(runtime),
                 "GLOO_SOCKET_IFNAME": network.device,
                 "OMP_NUM_THREADS": "1",
+                # As a LeaderWorkerSet tells the pods of a group: the command line is the same on both nodes.
+                "LWS_GROUP_SIZE": "2",
+                "LWS_WORKER_INDEX": str(rank),
+                "LWS_LEADER_ADDRESS": network.address,
             }
             cluster.replicas.append(Replica(cluster, f"wide{'-1' * rank}", [*inside, *command], environment))
         wide = cluster.replicas[0]

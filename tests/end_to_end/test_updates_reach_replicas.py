@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-import torch
 from typer.testing import CliRunner
 
-from ckpt_engine import CkptEngineError, Trainer
+from ckpt_engine import Trainer
 from ckpt_engine.cli import app_for
 from ckpt_engine.planning.question import PlanOptions, question_of
 from ckpt_engine.planning.update import plan_update
-from tests.cluster import Cluster, corrupt_after_sealing, generate, outcomes
+from tests.cluster import Cluster, Replica, generate, outcomes
+from tests.command_line import run
 from tests.end_to_end.conftest import PADDED_VOCABULARY
 from tests.timeline.trace_format import read
 from tests.tiny_model import DECISIVE_GAP, decisive_prompts, make_tiny_qwen3, named_weights, reference_tokens
+from tests.waiting import eventually
 
 TOKENS = 32
 
@@ -38,39 +39,7 @@ def assert_serves(cluster: Cluster, model: Any) -> None:
         assert generate(replica, prompt, TOKENS) == expected.tokens, replica.name
 
 
-def test_before_the_first_update_no_replica_answers(cluster: Cluster) -> None:
-    for replica in cluster.replicas:
-        response = httpx.post(f"{replica.url}/generate", json={"input_ids": [1, 2], "max_tokens": 2}, timeout=60)
-        assert response.status_code == 503
-        assert "holds no weights yet" in response.json()["detail"]
-
-
 SEVERAL = pytest.mark.parametrize("updates", [4, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.hours])])
-
-
-@SEVERAL
-def test_different_updates_in_a_row(cluster: Cluster, tmp_path: Path, updates: int) -> None:
-    """The module's parameters are trained in place, as an optimizer would, and every slice is accounted for."""
-    models = [model_of(tmp_path, seed) for seed in range(updates)]
-    live = model_of(tmp_path, 99)
-    total = sum(tensor.numel() * tensor.element_size() for _, tensor in named_weights(live))
-    with Trainer(cluster.address, lineage=f"different-{updates}") as trainer:
-        trainer.publish(live)
-        for version, model in enumerate(models):
-            with torch.no_grad():
-                for mine, theirs in zip(live.parameters(), model.parameters(), strict=True):
-                    mine.copy_(theirs)
-            report = trainer.update_weights(version=version)
-            assert outcomes(report) == {"one": "new_serving", "two": "new_serving"}, report
-            assert report.ok
-            assert report.verified
-            assert report.version == version
-            one, two = sorted(report.replicas, key=lambda replica: replica.name)
-            assert one.nbytes == total
-            workers = [worker.bytes for worker in two.message.workers]
-            assert len(workers) == 2
-            assert max(workers) < 0.75 * total, "a worker reads its slices, not the model"
-            assert_serves(cluster, model)
 
 
 def test_edges_are_those_that_a_plan_foretold(cluster: Cluster, tmp_path: Path) -> None:
@@ -95,7 +64,7 @@ def test_an_update_can_be_looked_at_as_a_timeline(cluster: Cluster, tmp_path: Pa
         trainer.publish(model_of(tmp_path, 3), move=True)
         report = trainer.update_weights(version=70)
         words = ["trace", "70", "-o", str(tmp_path / "trace.json"), "--manager", cluster.address]
-        written = CliRunner().invoke(app_for(words), words, catch_exceptions=False)
+        written = run(*words)
     assert written.exit_code == 0, written.output
     file = read((tmp_path / "trace.json").read_text())
     assert sum(said["bytes"] for _, _, said in file.flows) == report.nbytes
@@ -213,87 +182,20 @@ def assert_serves_only(replica: Any, model: Any) -> None:
     assert generate(replica, prompt, TOKENS) == reference_tokens(model, prompt, TOKENS).tokens
 
 
-@pytest.fixture
-def serving(cluster: Cluster, tmp_path: Path) -> Any:
-    """All replicas serve this model; whatever is refused in a test must leave them so."""
-    model = model_of(tmp_path, 60)
-    lineage = f"refusals-{tmp_path.name}"
-    with Trainer(cluster.address, lineage=lineage) as trainer:
-        trainer.publish(named_weights(model))
-        assert trainer.update_weights(version=10).ok
-    return model, lineage
-
-
-def without(weights: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
-    return {key: value for key, value in weights.items() if key != name}
-
-
-O_PROJ = "model.layers.1.self_attn.o_proj.weight"
-K_PROJ = "model.layers.0.self_attn.k_proj.weight"
-BAD = {
-    "missing": (lambda w: without(w, O_PROJ), O_PROJ),
-    "one leg of a fused tensor missing": (lambda w: without(w, K_PROJ), K_PROJ),
-    "unknown": (lambda w: {**w, "model.layers.0.mlp.extra.weight": torch.zeros(4)}, "model.layers.0.mlp.extra.weight"),
-    "wrongly shaped": (lambda w: {**w, O_PROJ: torch.zeros(64, 128, dtype=torch.bfloat16)}, O_PROJ),
-    "transposed": (lambda w: {**w, "model.layers.0.mlp.up_proj.weight": w["model.layers.0.mlp.up_proj.weight"].t()},
-                   "model.layers.0.mlp.up_proj.weight"),
-    "another dtype": (lambda w: {**w, O_PROJ: w[O_PROJ].half()}, O_PROJ),
-    "an unsupported dtype": (lambda w: {**w, O_PROJ: w[O_PROJ].to(torch.complex64)}, O_PROJ),
-    "empty": (lambda w: {}, ""),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", list(BAD))
-def test_bad_weights_are_refused_before_a_replica_is_touched(cluster: Cluster, serving: Any, kind: str) -> None:
-    model, lineage = serving
-    change, named = BAD[kind]
-    epochs = [worker.epoch for replica in cluster.status().replicas for worker in replica.workers]
-
-    def publish_and_update() -> None:
-        with Trainer(cluster.address, lineage=lineage) as trainer:
-            trainer.publish(change(dict(named_weights(model))))
-            trainer.update_weights(version=11)
-
-    with pytest.raises(CkptEngineError) as refused:
-        publish_and_update()
-    problem = refused.value.problem
-    assert problem.Code.Name(problem.code) in ("INVALID_ARGUMENT", "FAILED_PRECONDITION"), problem
-    assert named in problem.message
-    assert [worker.epoch for replica in cluster.status().replicas for worker in replica.workers] == epochs
-    assert_serves(cluster, model)
-
-
-def test_a_version_that_goes_backwards_and_a_rank_that_never_shows_up(cluster: Cluster, serving: Any) -> None:
-    model, lineage = serving
-    with Trainer(cluster.address, lineage=lineage) as trainer:
-        trainer.publish(named_weights(model))
-        with pytest.raises(CkptEngineError, match="10"):
-            trainer.update_weights(version=9)
-    with Trainer(cluster.address, rank=0, world_size=2, lineage="half") as trainer:
-        trainer.publish(named_weights(model))
-        with pytest.raises(CkptEngineError) as refused:
-            trainer.update_weights(version=1, timeout=6)
-    assert list(refused.value.problem.ranks) == [1]
-    assert_serves(cluster, model)
-
-
-def test_bytes_that_change_after_they_were_sealed_never_serve(cluster: Cluster, serving: Any, tmp_path: Path) -> None:
-    """One flipped bit: the replicas that read it close and name the tensor; the next full update recovers them."""
-    _, lineage = serving
-    model = model_of(tmp_path, 61)
-    name = "model.layers.1.mlp.down_proj.weight"
-    with Trainer(cluster.address, lineage=lineage) as trainer:
-        trainer.publish(model, move=True)
-        tensor = dict(model.named_parameters())[name]
-        restore = corrupt_after_sealing(trainer, tensor, 100)
-        report = trainer.update_weights(version=11)
-        restore()
-        assert set(outcomes(report).values()) == {"quarantined"}
-        assert not report.verified
-        for replica in report.replicas:
-            assert name in replica.problem
-        for replica in cluster.replicas:
-            response = httpx.post(f"{replica.url}/generate", json={"input_ids": [1], "max_tokens": 2}, timeout=60)
-            assert response.status_code == 503
-        assert trainer.update_weights(version=12).ok
-        assert_serves(cluster, model)
+def test_an_agent_with_its_engines_own_command_leaves_nothing_when_it_is_asked_to_end(
+    cluster: Cluster, tmp_path: Path, bare_model: Path
+) -> None:
+    """The command tells the engine's kind. A killed agent leaves its directory (tests/conformance)."""
+    engine = [sys.executable, "-m", "ckpt_engine_adapters.reference.server", "--model", str(bare_model)]
+    command = [sys.executable, "-m", "ckpt_engine", "--manager", cluster.address, "agent", "--name", "typed"]
+    typed = Replica(cluster, "typed", [*command, "--", *engine], {"XDG_RUNTIME_DIR": str(tmp_path)})
+    try:
+        workers = typed.registered().workers()
+        assert list(tmp_path.glob("ckpt-engine/*/page"))
+        typed.process.send_signal(signal.SIGTERM)
+        assert typed.process.wait(60) == 0, typed.tail()
+        assert not any(each.is_running() for each in workers)
+        assert not list(tmp_path.glob("ckpt-engine/*/page"))
+        eventually("the manager forgets it", 60, lambda: typed.status is None)
+    finally:
+        typed.stop()

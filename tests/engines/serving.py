@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
+import torch
 
-from ckpt_engine import Trainer
+from ckpt_engine import CkptEngineError, Trainer
 from ckpt_engine.gate.directory import TOKEN_HEADER, EngineDirectory
 from ckpt_engine.gate.gate import ROUTES_ROUTE, Gate
 from tests.cluster import Cluster, Replica, Stream
@@ -32,6 +34,21 @@ def model_of(path: Path, seed: int, **options: Any) -> Any:
 
 def publish(trainer: Trainer, model: Any) -> None:
     trainer.publish(named_weights(model))
+
+
+def bare(config: Any, path: Path) -> Path:
+    """A directory with this configuration and without weights: whatever is served was installed."""
+    config.dtype = torch.bfloat16
+    path.mkdir()
+    config.save_pretrained(path)
+    return path
+
+
+def refuses_without(trainer: Trainer, weights: Mapping[str, torch.Tensor], lacking: str) -> None:
+    """An update that lacks one tensor."""
+    trainer.publish({name: tensor for name, tensor in weights.items() if name != lacking})
+    with pytest.raises(CkptEngineError, match="come from nowhere"):
+        trainer.update_weights(version=3)
 
 
 def check_serves(

@@ -38,8 +38,8 @@ class Engine:
         self._group = group
         self._up = False
 
-    def model(self, path: Path, load_format: str) -> tuple[nn.Module, Any]:
-        """A model of SGLang's and its ModelConfig. load_format: "auto" or "dummy"."""
+    def model(self, path: Path, load_format: str, *more: str) -> tuple[nn.Module, Any]:
+        """A model of SGLang's and its ModelConfig. load_format: "auto" or "dummy". more: of the command line."""
         from sglang.srt.configs.device_config import DeviceConfig
         from sglang.srt.configs.load_config import LoadConfig
         from sglang.srt.configs.model_config import ModelConfig
@@ -48,7 +48,7 @@ class Engine:
         from sglang.srt.server_args import prepare_server_args
 
         sizes = ("--tp-size", str(self._workers), "--ep-size", str(self._workers))
-        arguments = prepare_server_args(["--model-path", str(path), *ARGUMENTS, *sizes])
+        arguments = prepare_server_args(["--model-path", str(path), *ARGUMENTS, *sizes, *more])
         load_config = LoadConfig(load_format=load_format)
         config = self._configure(arguments, ModelConfig)
         config = adjust_config_with_unaligned_cpu_tp(config, load_config, self._workers)
@@ -91,7 +91,7 @@ def lacking(weights: Mapping[str, Tensor], leaves_out: Mapping[str, str]) -> Ite
     """Checkpoints that must be refused, by what is wrong with them."""
     for what, name in leaves_out.items():
         yield what, {each: tensor for each, tensor in weights.items() if each != name}
-    name = next(name for name, tensor in weights.items() if tensor.dim() == 2)
+    name = next(name for name, tensor in weights.items() if tensor.dim() == 2 and name.endswith("weight"))
     yield "wrong shape", {**weights, name: weights[name][:-2].clone()}
     yield "unknown", {**weights, "model.layers.0.nobody.weight": torch.zeros(4, dtype=torch.bfloat16)}
 
@@ -106,10 +106,17 @@ def play(engine: Engine, folder: Path) -> dict[str, Any]:
     story = json.loads((folder / "story.json").read_text())
     if story["quantised"]:
         as_on_cuda()
-    model, config = engine.model(folder / "1", "dummy")
+    model, config = engine.model(folder / "1", "dummy", *story["arguments"])
     target = SglangTarget(model, config.hf_text_config)
     addresses = {name: tensor.data_ptr() for name, tensor in tensors(model).items()}
-    found: dict[str, Any] = {"staged": sorted(target.staged()), "differ": {}, "refused": {}, "beside": []}
+    found: dict[str, Any] = {
+        "staged": sorted(target.staged()),
+        "quantised": {},
+        "differ": {},
+        "refused": {},
+        "beside": [],
+    }
+    found["quantised"] = {how.method: how.published for how in target.quantised().values()}
     page = folder / f"page-{engine.rank}"
     page.mkdir()
     one = OneWorker(target, page)
@@ -124,7 +131,7 @@ def play(engine: Engine, folder: Path) -> dict[str, Any]:
             found["torn"] = torn(one, weights, story["flipped"])
         with torch.inference_mode():  # as SGLang's event loop does
             installed = one.update(Checkpoint(weights, seed=int(version)))
-        like, _ = engine.model(folder / version, "auto")
+        like, _ = engine.model(folder / version, "auto", *story["arguments"])
         found["differ"][version] = differing(model, like)
         report = installed.report
         found["problem"] = report.problem.message
@@ -192,10 +199,22 @@ def touched_by_a_session(model: nn.Module, selector: str) -> list[str]:
 
 
 def as_on_cuda() -> None:
-    """Has SGLang's int8 layers process weights as they do on CUDA, which is torch alone; on this CPU they refuse."""
-    from sglang.srt.layers.quantization import w8a8_int8
+    """Has SGLang's quantised layers process weights as they do on CUDA; on this CPU they refuse. That is torch alone
+    but for two kernels of FP8, in whose place torch computes the same."""
+    from sglang.srt.layers.quantization import fp8, w8a8_int8
 
-    w8a8_int8._is_cpu = False
+    def by_tensor(weight: Tensor) -> tuple[Tensor, Tensor]:
+        scale = weight.float().abs().max() / 448
+        return (weight.float() / scale).to(torch.float8_e4m3fn), scale
+
+    def by_row(weight: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        assert size == weight.shape[1]
+        scale = weight.float().abs().amax(dim=1, keepdim=True) / 448
+        return (weight.float() / scale).to(torch.float8_e4m3fn), scale
+
+    w8a8_int8._is_cpu = fp8._is_cpu = False
+    fp8.scaled_fp8_quant, fp8.per_token_group_quant_fp8 = by_tensor, by_row
+    fp8.cutlass_fp8_supported = lambda: True
 
 
 def main(rank: int, workers: int, folders: list[Path]) -> None:

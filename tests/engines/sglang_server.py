@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from tests.cluster import Cluster, Replica
+from tests.engines.plain import PlainServer
 from tests.engines.serving import TOKENS, check_closed, check_serves, label_of
 
 PYTHON = os.environ.get("CKPT_ENGINE_SGLANG_PYTHON", "")
@@ -82,7 +83,9 @@ def body_of(prompt: Sequence[int], count: int) -> dict[str, Any]:
     }
 
 
-def complete(replica: Replica, prompt: Sequence[int], count: int = TOKENS, seconds: float = 120.0) -> httpx.Response:
+def complete(
+    replica: Replica | PlainServer, prompt: Sequence[int], count: int = TOKENS, seconds: float = 120.0
+) -> httpx.Response:
     """The answer to one greedy completion of token ids."""
     return httpx.post(f"{replica.url}/generate", json=body_of(prompt, count), timeout=seconds)
 

@@ -11,13 +11,15 @@ import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
 
+from tests.engines.quantised_models import dense, experts
+from tests.engines.quantised_models import write as write_files
 from tests.engines.sglang_server import OVERLAY, PYTHON, STUBS, needs_sglang
-from tests.engines.test_vllm_models import SMALL, build, gpt2, llama, qwen2, qwen3_mixture
+from tests.engines.test_vllm_models import SMALL, deepseek_v2, gpt2, llama, qwen2, qwen3_mixture
 
 pytestmark = needs_sglang
 
@@ -31,57 +33,44 @@ def phi3() -> Any:
     return Phi3Config(**SMALL, tie_word_embeddings=False, architectures=["Phi3ForCausalLM"])
 
 
-def deepseek_v2() -> Any:
-    """Its attention absorbs a projection into matrices that lie beside its parameters."""
-    from transformers import DeepseekV2Config
-
-    return DeepseekV2Config(
-        **SMALL | {"num_key_value_heads": 4},
-        kv_lora_rank=32,
-        q_lora_rank=None,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
-        v_head_dim=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        n_group=1,
-        topk_group=1,
-        topk_method="group_limited_greedy",
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 128,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 0.707,
-            "mscale_all_dim": 0.707,
-        },
-        tie_word_embeddings=False,
-        architectures=["DeepseekV2ForCausalLM"],
-    )
+def deepseek() -> Any:
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    }
+    groups = {"n_group": 1, "topk_group": 1, "topk_method": "group_limited_greedy"}
+    return deepseek_v2(32, 32, 16, 32, **groups, rope_parameters=yarn)
 
 
 class Kind(NamedTuple):
-    """leaves_out: checkpoint tensors without which an update is refused, by what they are."""
+    """leaves_out: checkpoint tensors without which an update is refused, by what they are. quantised: int8 or FP8
+    blocks in the files, or bfloat16 that SGLang quantises (`--quantization fp8`)."""
 
     make: Callable[[], Any]
     leaves_out: dict[str, str]
-    quantised: bool = False
+    quantised: Literal["", "int8", "online", "block-wise"] = ""
 
 
 DENSE = {"o_proj": "model.layers.1.self_attn.o_proj.weight", "leg of QKV": "model.layers.0.self_attn.k_proj.weight"}
+EXPERT = {"expert": "model.layers.1.mlp.experts.3.gate_proj.weight"}
 KINDS = {
     "llama-tied": Kind(llama, DENSE),
     "qwen2-bias": Kind(qwen2, DENSE | {"leg of the QKV bias": "model.layers.0.self_attn.v_proj.bias"}),
-    "qwen3-experts": Kind(qwen3_mixture, DENSE | {"expert": "model.layers.1.mlp.experts.3.gate_proj.weight"}),
+    "qwen3-experts": Kind(qwen3_mixture, DENSE | EXPERT),
     "gpt2-transposed": Kind(gpt2, {"fc": "transformer.h.1.mlp.c_fc.weight"}),
     "phi3-fused": Kind(phi3, {"qkv": "model.layers.0.self_attn.qkv_proj.weight"}),
-    "deepseek-absorbed": Kind(deepseek_v2, {"kv_b_proj": "model.layers.1.self_attn.kv_b_proj.weight"}),
-    "qwen2-int8": Kind(qwen2, DENSE | {"scale": "model.layers.0.mlp.up_proj.weight_scale"}, quantised=True),
+    "deepseek-absorbed": Kind(deepseek, {"kv_b_proj": "model.layers.1.self_attn.kv_b_proj.weight"}),
+    "qwen2-int8": Kind(qwen2, DENSE | {"scale": "model.layers.0.mlp.up_proj.weight_scale"}, "int8"),
+    "qwen3-fp8": Kind(dense, DENSE, "online"),
+    "qwen3-fp8-experts": Kind(experts, DENSE | EXPERT, "online"),
+    "qwen3-fp8-blocks": Kind(dense, DENSE | {"scale": "model.layers.0.mlp.up_proj.weight_scale_inv"}, "block-wise"),
+    "qwen3-fp8-experts-blocks": Kind(experts, DENSE | EXPERT, "block-wise"),
 }
 
 
@@ -108,18 +97,17 @@ def write(kind: Kind, folder: Path) -> None:
     for version in (1, 2):
         path = folder / str(version)
         path.mkdir(parents=True)
-        config = kind.make()
-        config.dtype = torch.bfloat16
-        _, weights = build(config, version, path)
+        weights = write_files(kind.make(), version, path, block_wise=kind.quantised == "block-wise")
         described = json.loads((path / "config.json").read_text())
-        if kind.make is deepseek_v2:  # what DeepSeek's own configuration says, and transformers leaves out
+        if kind.make is deepseek:  # what DeepSeek's own configuration says, and transformers leaves out
             described |= {"moe_layer_freq": 1, "scoring_func": "softmax"}
-        if kind.quantised:
+        if kind.quantised == "int8":
             described["quantization_config"] = {"quant_method": "w8a8_int8", "ignore": []}
             save_file(quantised(weights), path / "model.safetensors", metadata={"format": "pt"})
         (path / "config.json").write_text(json.dumps(described))
     flipped = next(iter(kind.leaves_out.values()))
-    story = {"leaves_out": kind.leaves_out, "quantised": kind.quantised, "flipped": flipped}
+    arguments = ["--quantization", "fp8"] if kind.quantised == "online" else []
+    story = {"leaves_out": kind.leaves_out, "quantised": kind.quantised, "flipped": flipped, "arguments": arguments}
     story["scheduler"] = folder.name == SCHEDULER
     (folder / "story.json").write_text(json.dumps(story))
 
@@ -198,8 +186,8 @@ def test_a_torn_update_leaves_the_worker_dirty_and_able_to_take_the_next(stories
 
 def test_only_what_is_processed_is_staged_and_told_so(stories: dict[str, Any]) -> None:
     for kind, story in stories.items():
-        assert bool(story["staged"]) == KINDS[kind].quantised
-        assert bool(story["as_loaded"]) == KINDS[kind].quantised
+        assert bool(story["staged"]) == bool(story["as_loaded"]) == bool(KINDS[kind].quantised)
+        assert set(story["quantised"].values()) == ({KINDS[kind].quantised != "online"} if story["staged"] else set())
         assert story["verified"]
 
 

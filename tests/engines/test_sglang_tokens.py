@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
-from ckpt_engine import CkptEngineError, Trainer
+from ckpt_engine import Trainer
 from tests.cluster import running_cluster
-from tests.engines.sglang_server import TOKENS, assert_closed, complete, needs_sglang, start_sglang, tokens
+from tests.engines.serving import bare, refuses_without
+from tests.engines.sglang_server import assert_closed, assert_serves, needs_sglang, start_sglang
 from tests.engines.test_sglang_models import KINDS
 from tests.engines.test_vllm_models import build
-from tests.tiny_model import DECISIVE_GAP, decisive_prompts, reference_tokens
 
 pytestmark = needs_sglang
 
@@ -26,11 +25,8 @@ def test_a_model_of_experts(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     config = KINDS[kind].make()
     config.num_experts_per_tok = config.num_experts  # else rounding may choose another expert, and another token
-    config.dtype = torch.bfloat16
-    (tmp_path / "bare").mkdir()
-    config.save_pretrained(tmp_path / "bare")
     with running_cluster(tmp_path / "cluster") as cluster:
-        replica = start_sglang(cluster, "sglang", tmp_path / "bare").registered(600)
+        replica = start_sglang(cluster, "sglang", bare(config, tmp_path / "bare")).registered(600)
         assert_closed(replica)
         with Trainer(cluster.address, lineage=kind) as trainer:
             for version in (1, 2):
@@ -39,12 +35,6 @@ def test_a_model_of_experts(tmp_path: Path) -> None:
                 report = trainer.update_weights(version=version)
                 assert report.ok, f"{report}\n{replica.tail()}"
                 assert report.verified
-                prompt = decisive_prompts(model, 1, TOKENS)[0]
-                expected = reference_tokens(model, prompt, TOKENS)
-                assert expected.gap > DECISIVE_GAP
-                assert tokens(complete(replica, prompt)) == expected.tokens
-            lacking = next(iter(KINDS[kind].leaves_out.values()))
-            trainer.publish({name: tensor for name, tensor in weights.items() if name != lacking})
-            with pytest.raises(CkptEngineError, match="come from nowhere"):
-                trainer.update_weights(version=3)
-            assert tokens(complete(replica, prompt)) == expected.tokens, "the refused update left the old version"
+                assert_serves(replica, model, version)
+            refuses_without(trainer, weights, next(iter(KINDS[kind].leaves_out.values())))
+            assert_serves(replica, model, 2)  # the refused update left it

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines.test_vllm_models import SMALL, build
+from tests.engines.test_vllm_models import build, deepseek_v2
 from tests.engines.vllm_server import OVERLAY, PYTHON, needs_vllm
 from tests.tiny_model import make_tiny_qwen3
 
@@ -20,27 +20,8 @@ pytestmark = needs_vllm
 REPOSITORY = Path(__file__).parents[2]
 
 
-def deepseek_v2() -> Any:
-    """Its attention absorbs a projection into matrices of its own, which are made anew after each install."""
-    from transformers import DeepseekV2Config
-
-    return DeepseekV2Config(
-        **SMALL | {"num_key_value_heads": 4},
-        kv_lora_rank=512,
-        q_lora_rank=None,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        topk_method="greedy",
-        routed_scaling_factor=1.0,
-        tie_word_embeddings=False,
-        architectures=["DeepseekV2ForCausalLM"],
-    )
+def deepseek() -> Any:
+    return deepseek_v2(512, 128, 64, 128, topk_method="greedy", routed_scaling_factor=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +30,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("resident")
     for kind in ("untied", "tied"):
         make_tiny_qwen3(path / kind, 4, tied=kind == "tied")
-    config = deepseek_v2()
+    config = deepseek()
     config.dtype = torch.bfloat16
     (path / "latent").mkdir()
     build(config, 1, path / "latent")

@@ -52,7 +52,9 @@ def test_an_attribute_that_was_replaced_is_left_alone() -> None:
     assert layer.range == 3.0
 
 
-def test_a_worker_says_that_it_holds_nothing_before_it_discards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_says_that_it_holds_nothing_before_it_discards_and_gives_our_memory_back_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A stand-in for vLLM's worker class; tests/engines/test_vllm_two_workers.py has the real one."""
     told: list[object] = []
 
@@ -65,10 +67,10 @@ def test_a_worker_says_that_it_holds_nothing_before_it_discards(monkeypatch: pyt
     module.Worker = Worker  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for _ in range(2):  # more than once is once
-        guard_sleep(lambda worker: told.append(worker))
+        guard_sleep(lambda worker: told.append(worker), lambda _: told.append("given back"))
     worker = Worker()
     assert [worker.sleep(), worker.sleep(level=1), worker.sleep(2), worker.sleep(level=2)] == ["slept"] * 4
-    assert told == [1, 1, worker, 2, worker, 2]
+    assert told == ["given back", 1, "given back", 1, worker, 2, worker, 2]
 
 
 def test_a_server_that_is_to_sleep_gets_the_option_for_it_where_there_is_a_gpu(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import httpx
 import pytest
 
 from tests.cluster import Cluster, Replica
+from tests.engines.plain import PlainServer, plain_server
 from tests.engines.serving import TOKENS, check_closed, check_serves
 
 PYTHON = os.environ.get("CKPT_ENGINE_VLLM_PYTHON", "")
@@ -21,6 +23,19 @@ needs_vllm = [
     pytest.mark.engine,
     pytest.mark.skipif(not PYTHON, reason="CKPT_ENGINE_VLLM_PYTHON is not set; `make test-engines` sets it"),
 ]
+
+
+_COMMAND = (
+    *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--served-model-name", "tiny", "--enforce-eager"),
+    *("--max-model-len", "256", "--dtype", "bfloat16", "--skip-tokenizer-init", "--gpu-memory-utilization", "0.3"),
+)
+_ENVIRONMENT = {
+    "PYTHONPATH": OVERLAY,
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else each worker wants a NUMA node, and all servers the same cores
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 def start_vllm(
@@ -36,26 +51,24 @@ def start_vllm(
 
     environment: added to what it needs; of the agent too.
     """
-    given = {
-        "PYTHONPATH": OVERLAY,
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_LOGGING_LEVEL": "INFO",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else each worker wants a NUMA node, and all servers the same cores
-        "HF_HUB_OFFLINE": "1",
-    }
     return cluster.replica(
         name,
         "vllm",
         model,
-        *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--served-model-name", "tiny", "--enforce-eager"),
-        *("--max-model-len", "256", "--dtype", "bfloat16", "--load-format", "dummy", "--skip-tokenizer-init"),
-        *("--gpu-memory-utilization", "0.3", "--tensor-parallel-size", str(tensor_parallel), *arguments),
+        *(*_COMMAND, "--load-format", "dummy", "--tensor-parallel-size", str(tensor_parallel), *arguments),
         options=options,
-        environment={**given, **(environment or {})},
+        environment={**_ENVIRONMENT, **(environment or {})},
     )
 
 
-def complete(replica: Replica, prompt: Sequence[int], count: int = TOKENS, seconds: float = 120.0) -> httpx.Response:
+def plain_vllm(model: Path, log: Path, *arguments: str) -> AbstractContextManager[PlainServer]:
+    """A vLLM server without us that loads its weights from `model`."""
+    return plain_server([*_COMMAND, "--model", str(model), *arguments], log, _ENVIRONMENT)
+
+
+def complete(
+    replica: Replica | PlainServer, prompt: Sequence[int], count: int = TOKENS, seconds: float = 120.0
+) -> httpx.Response:
     """The answer to one greedy completion of token ids."""
     body = {"model": "tiny", "prompt": list(prompt), "max_tokens": count, "temperature": 0, "ignore_eos": True}
     return httpx.post(

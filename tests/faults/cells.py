@@ -62,9 +62,18 @@ COLLECTIVE_STAGES = {
 }
 """Where a member of a collective suffers, beside quiesce and transfer. setup: it is about to join a communicator that
 is made anew. arming: its engine is paused, and it is about to vote."""
+EARLY_STAGES = {
+    stage.name: stage
+    for stage in (
+        Stage("bring", "worker.early.copy", "worker"),
+        Stage("brought", "worker.early.verified", "worker"),
+    )
+}
+"""Where workers with stage memory suffer, before the pause. bring: the first bytes are about to come. brought: all of
+them are there, verified, and the agent does not know it yet."""
 WRITING = ("transfer", "install", "verify", "commit")
 BEFORE = ("register", "publish", "plan", "idle")
-ALL_STAGES = {**STAGES, **RELAY_STAGES, **COLLECTIVE_STAGES}
+ALL_STAGES = {**STAGES, **RELAY_STAGES, **COLLECTIVE_STAGES, **EARLY_STAGES}
 
 FAULTS = {
     "kill": "SIGKILL",

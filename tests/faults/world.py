@@ -21,6 +21,7 @@ import psutil
 
 from ckpt_engine.channel import ManagerStub
 from ckpt_engine.core.deadlines import ENVIRONMENT as DEADLINES_ENVIRONMENT
+from ckpt_engine.core.stage_memory import ENVIRONMENT as STAGE_MEMORY
 from ckpt_engine.host.relay_directory import DIRECTORY
 from ckpt_engine.trace import ENVIRONMENT as TRACE_ENVIRONMENT
 from ckpt_engine.v1 import manager_pb2
@@ -73,7 +74,8 @@ class Rollout:
 
 class World:
     """Use as a context manager. replicas: name to number of workers. attached: engines run beside their agents.
-    relayed: with a relay for all of them. together: all updates go by a collective."""
+    relayed: with a relay for all of them. together: all updates go by a collective. early: workers have stage memory.
+    """
 
     def __init__(
         self,
@@ -89,6 +91,7 @@ class World:
         attached: bool = False,
         relayed: bool = False,
         together: bool = False,
+        early: bool = False,
     ) -> None:
         self.path, self._model, self._weights, self._expected = path, model, weights, expected
         self._options = (*(("snapshot",) if snapshot else ()), *(("nccl",) if together else ()))
@@ -99,6 +102,7 @@ class World:
         self.loop = Loop()
         self.listener = Listener(path / "trace.sock")
         self._environment = {DEADLINES_ENVIRONMENT: deadlines, TRACE_ENVIRONMENT: str(self.listener.path)}
+        self._environment |= {STAGE_MEMORY: "auto"} if early else {}
         self.relay_directory = path / "relays"
         self.relay_directory.mkdir(mode=0o700, exist_ok=True)
         self._environment[DIRECTORY] = str(self.relay_directory)

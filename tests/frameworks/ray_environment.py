@@ -31,6 +31,7 @@ def ray_environment() -> Iterator[dict[str, str]]:
                 "RAY_TMPDIR": sockets,
                 "RAY_AUTH_TOKEN": secrets.token_hex(32),
                 "RAY_USAGE_STATS_ENABLED": "0",
+                "RAY_worker_niceness": "0",  # 15 by default: next to other tests its actors would hardly run
                 "OMP_NUM_THREADS": "1",
                 "HF_HUB_OFFLINE": "1",
             }

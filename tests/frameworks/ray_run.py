@@ -130,7 +130,7 @@ class Story:
         with self.cluster() as cluster, cluster.client() as client:
             self.client, self.whole = client, cluster
             self.training = ray.remote(Training).options(num_cpus=1).remote(cluster.manager_address, self.output)
-            client.wait_for_replicas(2, timeout=200)
+            cluster.wait_for_replicas(timeout=200)
             outcomes = ray.get(self.training.update.remote(1), timeout=200)
             nodes = [self.process(f"replica-{number}").node for number in range(2)]
             relays = [each.node for each in cluster.status().processes if each.kind == "relay"]
@@ -153,13 +153,14 @@ class Story:
         for lifetime in ("", "detached"):
             self.program(lifetime)
 
-    def cluster(self) -> RayCluster:
+    def cluster(self, name: str = "ckpt-engine", model: str = "", replicas: int = 2) -> RayCluster:
         """With a replica for each of two nodes."""
         return RayCluster(
-            agent_options=["--engine", "reference", "--model", self.model],
+            name,
+            agent_options=["--engine", "reference", "--model", model or self.model],
             engine=["--dtype", "float32"],
-            replicas=2,
-            resources={SLOT: 1},
+            replicas=replicas,
+            resources={SLOT: 1, "memory": 100 << 20},
             gateway=True,
             environment={VARIABLE: "story"},
             timeout=200,
@@ -174,9 +175,14 @@ class Story:
             "no engine": {"replicas": 1},
             "nothing to take": {"replicas": 1, **reference},
             "a text": {"replicas": 1, "engine": "vllm serve model"},
+            "a number": {"replicas": 1, "engine": ["vllm", 3]},
+            "options as a text": {"replicas": 1, "agent_options": "--engine reference"},
+            "an environment": {"environment": ["A=1"]},
+            "resources": {"resources": [SLOT]},
             "an amount": {"replicas": 1, "num_gpus": 1.5, **reference},
             "open to others": {"insecure": False},
             "an option": {"manager_options": ["--no-such-option"]},
+            "a ledger": {"ledger": "/no/such/directory/ledger"},
             "no place": {"replicas": 1, "resources": {SLOT: 2}, "timeout": 20, **reference},
         }
         refused = {}
@@ -191,6 +197,11 @@ class Story:
             RayCluster.connect("absent")
         except CkptEngineError as error:
             refused["absent"] = str(error)
+        with self.cluster(model="/no/such/model", name="no-model", replicas=1) as cluster:
+            try:
+                cluster.wait_for_replicas(timeout=30)
+            except CkptEngineError as error:
+                refused["a model"] = str(error)
         say("refusals", refused=refused, left=ours("refused"))
 
     def scaled(self, cluster: RayCluster) -> None:

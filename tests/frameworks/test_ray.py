@@ -27,7 +27,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     make_tiny_qwen3(output / "model", dtype=torch.float32)
     command = [os.environ["CKPT_ENGINE_VERL_PYTHON"], "-m", "frameworks.ray_run", "story", output / "model", output]
     with ray_environment() as environment, (output / "log").open("w+") as log:
-        status = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=output).wait(500)
+        status = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=output).wait(1000)
         log.seek(0)
         printed = log.read()
     assert status == 0, printed[-8000:]
@@ -49,9 +49,15 @@ def test_without_ray_it_says_what_to_install() -> None:
         ("no engine", "INVALID_ARGUMENT: replicas=1 and no engine"),
         ("nothing to take", "INVALID_ARGUMENT: a replica takes nothing of its node"),
         ("a text", "INVALID_ARGUMENT: engine is a list of words, such as ['vllm', 'serve', 'model']"),
+        ("a number", "INVALID_ARGUMENT: engine is a list of words, each a str, not ['vllm', 3]"),
+        ("options as a text", "agent_options is a list of words, such as ['--engine', 'reference'], not a text"),
+        ("an environment", "INVALID_ARGUMENT: environment must be a dict of str to str, not ['A=1']"),
+        ("resources", "INVALID_ARGUMENT: resources must be a dict of Ray's resources to amounts, not ['slot']"),
         ("an amount", "INVALID_ARGUMENT: num_gpus=1.5: Ray gives whole GPUs, or a part of one"),
-        ("open to others", "nothing says who may call the manager"),
+        ("open to others", "nothing says who may call this server: give manager_options with --certificate"),
         ("an option", "INVALID_ARGUMENT: manager exited with status 2"),
+        ("a model", "DEADLINE_EXCEEDED: 0 of 1 replicas were up after 30 s: replica-0 ("),
+        ("a ledger", "FAILED_PRECONDITION: manager was started 3 times, and exited with status 1"),
         (
             "no place",
             "DEADLINE_EXCEEDED: cluster 'ckpt-engine' is not complete after 20 s: replica-0 (placing) asks for ",

@@ -23,6 +23,7 @@ from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine.gate.page import EnginePage, verdict
 from ckpt_engine.gate.routes import route_of
 from ckpt_engine.install.installer import Installer
+from ckpt_engine.install.stage_memory import StageMemory
 from ckpt_engine.machines import events
 from ckpt_engine.manager.blobs import BlobStore, receive
 from ckpt_engine.manager.compiler import Compiler
@@ -100,7 +101,8 @@ def orders(kind: type[Any]) -> Iterator[Callable[[bytes], None]]:
     with tempfile.TemporaryDirectory() as folder:
         page = EnginePage(Path(folder) / "page")
         target, slot = ModuleTarget(TwoTensors()), page.claim(0, 1)
-        installer = Installer(target, slot, {"shared_memory": SharedMemoryTransport(), "file": FileTransport()})
+        transports = {"shared_memory": SharedMemoryTransport(), "file": FileTransport()}
+        installer = Installer(target, slot, transports, StageMemory("1MB", torch.device("cpu")))
         installer.prepare(worker_pb2.PrepareOrder.FromString(prepare_order()))
 
         carry_out: dict[type[Any], Callable[[Any], Any]] = {

@@ -175,6 +175,9 @@ REQUESTS: list[Any] = [
         boot_id=b"b" * 16,
         prepared=worker_pb2.WorkerPrepared(digest_format=DIGEST_FORMAT, fence=fence(), needs=b"n"),
     ),
+    worker_pb2.WorkerRequest(
+        sequence=6, boot_id=b"b" * 16, early=worker_pb2.WorkerEarly(fence=fence(2), bytes_done=1, bytes_total=2)
+    ),
     worker_pb2.WorkerRequest(sequence=5, boot_id=b"b" * 16, progress=worker_pb2.WorkerProgress(fence=fence(2))),
 ]
 
@@ -298,4 +301,6 @@ def serialised(messages: Sequence[Message]) -> list[bytes]:
 def ready_order() -> bytes:
     """To get ready for the same plan."""
     order = worker_pb2.InstallOrder.FromString(install_order())
-    return worker_pb2.ReadyOrder(fence=order.fence, plan=order.plan, deadline_seconds=1.0).SerializeToString()
+    return worker_pb2.ReadyOrder(
+        fence=order.fence, plan=order.plan, expected=order.expected, deadline_seconds=1.0
+    ).SerializeToString()

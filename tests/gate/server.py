@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
+
+from tests.waiting import PATIENCE, eventually
 
 
 @contextlib.contextmanager
@@ -22,11 +23,8 @@ def serve(app: Any, root_path: str = "") -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", root_path=root_path))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
-    end = time.monotonic() + 60
     try:
-        while not server.started:
-            assert time.monotonic() < end, "the server has not started"
-            time.sleep(0.01)
+        eventually("the server has started", PATIENCE, lambda: server.started)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True

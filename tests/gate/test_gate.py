@@ -10,7 +10,6 @@ from fastapi import FastAPI, WebSocket
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.sleeping import Sleeping
-from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine.gate.gate import Gate
 from ckpt_engine.gate.page import EngineMark, EnginePage
 from ckpt_engine.gate.reader import StateReader
@@ -52,9 +51,7 @@ def application() -> FastAPI:
 
 
 @pytest.fixture
-def engine(tmp_path, monkeypatch):
-    directory = EngineDirectory.create(tmp_path)
-    monkeypatch.setenv(ENVIRONMENT, str(directory.path))
+def engine(directory):
     with serve(application()) as url, httpx.Client(base_url=url) as client:
         yield client, directory
 
@@ -98,10 +95,8 @@ def test_control_routes_need_the_token_in_any_state(engine):
 
 
 @pytest.mark.parametrize("token", ["", "\n", "short", "0" * 31])
-def test_a_server_whose_token_is_none_does_not_start(tmp_path, monkeypatch, token):
+def test_a_server_whose_token_is_none_does_not_start(directory, token):
     """An empty one would open every control route to a header without a value."""
-    directory = EngineDirectory.create(tmp_path)
-    monkeypatch.setenv(ENVIRONMENT, str(directory.path))
     (directory.path / "token").write_text(token)
     with pytest.raises(CkptEngineError, match=f"a token of {len(token.strip())} characters, and 32 are needed"):
         Gate(application())
@@ -191,11 +186,96 @@ def test_probes_learn_whether_it_serves(engine):
     slot = EnginePage(directory.page).claim(0, 1)
     slot.clean(3, IDENTITY)
     served = client.get("/ckpt_engine/ready")
-    assert (served.status_code, served.json()) == (200, {"ready": True, "open": True, "version": 12})
+    assert (served.status_code, served.json()) == (200, {"ready": True, "open": True, "version": 12, "lineage": "run"})
     assert served.headers["x-ckpt-engine-admitted-version"] == "12"
     slot.dirty(4)
     assert client.get("/ckpt_engine/ready").status_code == 503
     assert client.get("/ckpt_engine/ready/x").status_code == 403, "what lies below it is the agent's"
+
+
+@pytest.mark.parametrize(
+    ("query", "reason", "said"),
+    [
+        ("at_least=12", "", ""),
+        ("at_least=0", "", ""),
+        ("at_least=12&lineage=run&strict=1", "", ""),
+        ("lineage=run", "", ""),
+        (
+            "at_least=13",
+            "older_version",
+            "version 13 or a later one is asked for, and it has version 12 of lineage 'run'",
+        ),
+        (
+            "at_least=13&lineage=run",
+            "older_version",
+            "version 13 or a later one of lineage 'run' is asked for, and it has",
+        ),
+        (
+            "at_least=3&lineage=other%20run",
+            "other_lineage",
+            "version 3 or a later one of lineage 'other run' is asked for",
+        ),
+        (
+            "lineage=other",
+            "other_lineage",
+            "a version of lineage 'other' is asked for, and it has version 12 of lineage",
+        ),
+    ],
+)
+def test_probes_learn_whether_it_serves_a_version_or_a_later_one(engine, query, reason, said):
+    client, directory = engine
+    EnginePage(directory.page).claim(0, 1).clean(3, IDENTITY)
+    answer = client.get(f"/ckpt_engine/ready?{query}")
+    body = answer.json()
+    assert (body["version"], body["lineage"]) == (12, "run"), "what it has, either way"
+    if not reason:
+        assert (answer.status_code, body["ready"]) == (200, True)
+        return
+    assert (answer.status_code, body["reason"]) == (503, reason)
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert said in body["detail"]
+
+
+def test_an_engine_that_is_closed_has_no_version_for_a_probe(engine):
+    client, directory = engine
+    slot = EnginePage(directory.page).claim(0, 1)
+    slot.clean(3, IDENTITY)
+    assert client.get("/ckpt_engine/ready?at_least=12").status_code == 200
+    slot.dirty(4)
+    torn = client.get("/ckpt_engine/ready?at_least=12")
+    assert (torn.status_code, torn.json()["reason"], torn.json()["version"]) == (503, "quarantined", None)
+
+
+def test_weights_of_its_own_are_no_version_for_a_probe(engine):
+    client, directory = engine
+    EnginePage(directory.page).mark(EngineMark(own_weights=True))
+    assert client.get("/ckpt_engine/ready").json() == {"ready": True, "open": True, "version": None, "lineage": None}
+    asked = client.get("/ckpt_engine/ready?at_least=0")
+    assert (asked.status_code, asked.json()["reason"]) == (503, "no_version")
+    assert "it serves no version" in asked.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ("atleast=3", "there is no parameter 'atleast': it takes strict, at_least, lineage"),
+        ("version=3", "there is no parameter 'version'"),
+        ("at_least=", "at_least must be the number of a version, such as 12, not ''"),
+        ("at_least=-1", "not '-1'"),
+        ("at_least=%D9%A3", "not"),
+        (f"at_least={2**63}", "not '9223372036854775808'"),
+        ("at_least=3&at_least=5", "at_least is given twice"),
+        ("lineage=", "lineage has no value"),
+        ("strict", "strict must be 1 or 0, not ''"),
+        ("strict=yes", "strict must be 1 or 0, not 'yes'"),
+    ],
+)
+def test_a_probe_that_asks_wrongly_is_told_so(engine, query, said):
+    client, directory = engine
+    EnginePage(directory.page).claim(0, 1).clean(3, IDENTITY)
+    answer = client.get(f"/ckpt_engine/ready?{query}")
+    assert (answer.status_code, answer.json()["reason"]) == (400, "bad_question")
+    assert said in answer.json()["detail"]
 
 
 def test_nobody_is_let_in_while_memory_is_given_up(engine):
@@ -242,9 +322,7 @@ def test_paths_that_only_look_like_open_ones_are_gated(engine):
         assert client.post(path).status_code == 403
 
 
-async def test_a_closed_gate_refuses_websockets(tmp_path, monkeypatch):
-    directory = EngineDirectory.create(tmp_path)
-    monkeypatch.setenv(ENVIRONMENT, str(directory.path))
+async def test_a_closed_gate_refuses_websockets(directory):
     sent = []
 
     async def inner(scope, receive, send):

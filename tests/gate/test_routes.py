@@ -7,7 +7,7 @@ import pytest
 from fastapi import APIRouter, FastAPI, WebSocket
 from starlette.routing import Mount
 
-from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.gate.directory import EngineDirectory
 from ckpt_engine.gate.gate import ROUTES_ROUTE, Gate
 from ckpt_engine.gate.page import EnginePage
 from ckpt_engine.gate.routes import EngineRoutes, RouteAccess, listed, route_of
@@ -63,10 +63,8 @@ def application(reached: list[str], root_path: str = "") -> FastAPI:
 
 
 @pytest.fixture
-def directory(tmp_path, monkeypatch) -> EngineDirectory:
+def directory(directory: EngineDirectory) -> EngineDirectory:
     """Of an engine whose weights are whole."""
-    directory = EngineDirectory.create(tmp_path)
-    monkeypatch.setenv(ENVIRONMENT, str(directory.path))
     EnginePage(directory.page).claim(0, 1).clean(1, IDENTITY)
     return directory
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,17 +10,8 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from ckpt_engine.gate.directory import ENVIRONMENT, TOKEN_HEADER, EngineDirectory
-from ckpt_engine.gate.page import EnginePage
+from ckpt_engine.gate.directory import TOKEN_HEADER, EngineDirectory
 from ckpt_engine_adapters.sglang.gate import RELEASE_ROUTE, RESUME_ROUTE, STATE_ROUTE, SglangGate
-
-
-@pytest.fixture
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineDirectory:
-    directory = EngineDirectory.create(tmp_path)
-    monkeypatch.setenv(ENVIRONMENT, str(directory.path))
-    EnginePage(directory.page).close()
-    return directory
 
 
 def application(asked: list[Any], status: int = 200) -> FastAPI:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.gate.page import CLEAN, DIRTY, NONE, EnginePage, verdict
-from ckpt_engine.host.processes import process_start_time
 from ckpt_engine.v1 import weights_pb2
+from tests.waiting import assert_gone
 
 
 def identity(version: int, byte: int | None = None) -> weights_pb2.Identity:
@@ -117,9 +117,7 @@ def test_a_killed_worker_closes_the_engine(tmp_path, spawned):
     page = EnginePage(path)
     assert verdict(page.read()).open
     os.kill(process.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while process_start_time(process.pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert_gone(process.pid)
     assert "is dead" in verdict(page.read()).reason
     assert page.read()[0].status().state == NONE
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,7 @@ from fastapi import FastAPI
 from ckpt_engine.core.labels import version_label
 from ckpt_engine.core.sleeping import KV_CACHE, Sleeping
 from ckpt_engine.engine.adapter import AdapterSettings
-from ckpt_engine.gate.directory import ENVIRONMENT, TOKEN_HEADER, EngineDirectory
+from ckpt_engine.gate.directory import TOKEN_HEADER, EngineDirectory
 from ckpt_engine.gate.gate import Receive, Scope, Send
 from ckpt_engine.gate.page import EngineMark, EnginePage, WorkerSlot
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -27,14 +26,6 @@ from tests.gate.server import serve
 
 IDENTITY = weights_pb2.Identity(lineage="run", version=7, root=bytes(32))
 LABEL = version_label(IDENTITY)
-
-
-@pytest.fixture
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineDirectory:
-    directory = EngineDirectory.create(tmp_path)
-    monkeypatch.setenv(ENVIRONMENT, str(directory.path))
-    EnginePage(directory.page).close()
-    return directory
 
 
 @pytest.fixture

@@ -17,11 +17,12 @@ from fastapi import FastAPI, Request
 
 from ckpt_engine.core.sleeping import Sleeping
 from ckpt_engine.gate import waiting
-from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.gate.directory import EngineDirectory
 from ckpt_engine.gate.gate import Gate
 from ckpt_engine.gate.page import EngineMark, EnginePage, HoldLimits, RequestHold, WorkerSlot
 from ckpt_engine.v1 import weights_pb2
 from tests.gate.server import serve
+from tests.waiting import PATIENCE, eventually, until
 
 LIMITS = HoldLimits(100.0, 50, 200_000)
 
@@ -66,16 +67,11 @@ class Engine:
         return found
 
     def wait_until_held(self, count: int) -> None:
-        end = time.monotonic() + 60
-        while self.held() != count:
-            assert time.monotonic() < end, f"{self.held()} instead of {count} requests wait"
-            time.sleep(0.01)
+        eventually(f"{count} requests wait", PATIENCE, lambda: self.held() == count)
 
 
 @pytest.fixture
-def engine(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    directory = EngineDirectory.create(tmp_path)
-    monkeypatch.setenv(ENVIRONMENT, str(directory.path))
+def engine(directory: EngineDirectory) -> Iterator[Engine]:
     engine = Engine(directory)
     with serve(engine.app) as url, engine.client:
         engine.url = url
@@ -210,11 +206,11 @@ def test_a_slow_body_is_taken_along(engine: Engine, threads: ThreadPoolExecutor)
 
 def test_ready_stays_while_requests_are_kept(engine: Engine) -> None:
     ready = f"{engine.url}/ckpt_engine/ready"
-    assert httpx.get(ready).json() == {"ready": True, "open": True, "version": 1}
+    assert httpx.get(ready).json() == {"ready": True, "open": True, "version": 1, "lineage": "run"}
     assert httpx.get(ready, params={"strict": "1"}).status_code == 200
     engine.update()
     kept = httpx.get(ready)
-    assert (kept.status_code, kept.json()) == (200, {"ready": True, "open": False, "version": None})
+    assert (kept.status_code, kept.json()) == (200, {"ready": True, "open": False, "version": None, "lineage": None})
     strict = httpx.get(ready, params={"strict": "1"})
     assert (strict.status_code, strict.json()["reason"]) == (503, "updating")
     assert httpx.get(ready, params={"strict": "0"}).status_code == 200
@@ -225,9 +221,7 @@ def test_ready_stays_while_requests_are_kept(engine: Engine) -> None:
     assert httpx.get(ready).status_code == 503, "nobody is kept"
 
 
-async def test_websockets_are_refused_and_not_kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = EngineDirectory.create(tmp_path)
-    monkeypatch.setenv(ENVIRONMENT, str(directory.path))
+async def test_websockets_are_refused_and_not_kept(directory: EngineDirectory) -> None:
     engine, sent = Engine(directory), []
     engine.update()
 
@@ -243,13 +237,11 @@ async def test_websockets_are_refused_and_not_kept(tmp_path: Any, monkeypatch: p
 
 
 @pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
-async def test_many_that_come_at_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+async def test_many_that_come_at_once(directory: EngineDirectory, count: int) -> None:
     """Those within the bound are served in their order, the others refused at once, and memory stays flat.
 
     Without a socket each: what is asked is the gate's part. Each has a body of 1 KB.
     """
-    directory = EngineDirectory.create(tmp_path)
-    monkeypatch.setenv(ENVIRONMENT, str(directory.path))
     bound = count // 4
     engine, limits = Engine(directory), HoldLimits(600.0, bound, 2**30)
     reached: list[int] = []
@@ -282,10 +274,7 @@ async def test_many_that_come_at_once(tmp_path: Any, monkeypatch: pytest.MonkeyP
         reached.clear()
         engine.update(600.0, epoch, limits)
         requests = [asyncio.create_task(one(number)) for number in range(count)]
-        end = time.monotonic() + 60
-        while len(statuses) < count - bound:
-            assert time.monotonic() < end
-            await asyncio.sleep(0.01)
+        await until(lambda: len(statuses) == count - bound)
         assert set(statuses.values()) == {503}
         assert reached == [], "it is closed, and those who wait do so"
         engine.end(epoch, epoch)
@@ -296,11 +285,7 @@ async def test_many_that_come_at_once(tmp_path: Any, monkeypatch: pytest.MonkeyP
     assert peaks[2] - peaks[0] < 0.1 * peaks[0], "what one round took, the next one takes again"
 
 
-async def test_a_page_that_cannot_be_read_any_more_leaves_nobody_waiting(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = EngineDirectory.create(tmp_path)
-    monkeypatch.setenv(ENVIRONMENT, str(directory.path))
+async def test_a_page_that_cannot_be_read_any_more_leaves_nobody_waiting(directory: EngineDirectory) -> None:
     engine = Engine(directory)
     engine.update(60.0)
 
@@ -318,12 +303,10 @@ async def test_a_page_that_cannot_be_read_any_more_leaves_nobody_waiting(
 
 @pytest.mark.parametrize("turns", range(8))
 async def test_one_that_comes_when_the_gate_opens_overtakes_nobody(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, turns: int
+    directory: EngineDirectory, monkeypatch: pytest.MonkeyPatch, turns: int
 ) -> None:
     """turns: of the event loop between its arrival and the end of the update; the page is looked at in each."""
     monkeypatch.setattr(waiting, "POLL_SECONDS", 0)
-    directory = EngineDirectory.create(tmp_path)
-    monkeypatch.setenv(ENVIRONMENT, str(directory.path))
     engine = Engine(directory)
     reached: list[int] = []
 
@@ -348,3 +331,24 @@ async def test_one_that_comes_when_the_gate_opens_overtakes_nobody(
     engine.end()
     await asyncio.wait_for(asyncio.gather(*requests), 60)
     assert reached == [0, 1, 2, 3]
+
+
+def test_an_update_takes_nothing_from_what_a_probe_asks_for(engine: Engine) -> None:
+    """While requests are kept the version before the update counts, also once its bytes are written over."""
+    ready, asked = f"{engine.url}/ckpt_engine/ready", {"at_least": "1", "lineage": "run"}
+    assert httpx.get(ready, params=asked).status_code == 200
+    engine.update()
+    assert httpx.get(ready, params=asked).status_code == 200
+    assert httpx.get(ready, params={**asked, "strict": "1"}).json()["reason"] == "updating"
+    newer = httpx.get(ready, params={"at_least": "2"})
+    assert (newer.status_code, newer.json()["reason"], newer.json()["version"]) == (503, "older_version", 1)
+    engine.end(2)
+    assert httpx.get(ready, params={"at_least": "2"}).status_code == 200
+
+
+def test_a_probe_for_a_version_fails_during_the_first_update(engine: Engine) -> None:
+    """A gate that has seen no version yet cannot say that it was one."""
+    engine.update()
+    assert httpx.get(f"{engine.url}/ckpt_engine/ready").status_code == 200
+    first = httpx.get(f"{engine.url}/ckpt_engine/ready", params={"at_least": "0"})
+    assert (first.status_code, first.json()["reason"]) == (503, "no_version")

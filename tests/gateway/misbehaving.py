@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -28,6 +27,7 @@ from ckpt_engine.gateway.settings import GatewaySettings
 from ckpt_engine.gateway.versions import GatewayVersion
 from tests.gateway import model_engine
 from tests.ports import free_port
+from tests.waiting import until
 
 PROMPT = [1, 2, 3]
 BODY = {"prompt": PROMPT, "max_tokens": 12, "return_token_ids": True}
@@ -161,15 +161,6 @@ async def asking(*engines: Engine, **settings: Any) -> AsyncIterator[httpx.Async
         )
         await until(lambda: not gateway.why_not_ready())
         yield client
-
-
-async def until(look: Callable[[], bool]) -> None:
-    """As soon as it is so; TimeoutError after a minute."""
-    async with asyncio.timeout(60):
-        for pause in itertools.repeat(0.02):
-            if look():
-                return
-            await asyncio.sleep(pause)
 
 
 async def _end(server: uvicorn.Server, serving: asyncio.Future[None]) -> None:

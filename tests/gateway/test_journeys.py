@@ -22,7 +22,8 @@ from ckpt_engine.gateway.versions import GatewayVersion
 from ckpt_engine.security.grants import digest_of
 from ckpt_engine.security.server import ServerSecurity
 from tests.gateway import model_engine
-from tests.gateway.misbehaving import BODY, PROMPT, WHOLE, Engine, asking, forever, told, until
+from tests.gateway.misbehaving import BODY, PROMPT, WHOLE, Engine, asking, forever, told
+from tests.waiting import until
 
 
 async def test_a_stream_that_ends_without_its_end_goes_on() -> None:

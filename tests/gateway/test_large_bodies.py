@@ -20,7 +20,8 @@ from ckpt_engine.gateway import json_numbers, large_json
 from ckpt_engine.gateway.json_numbers import load_request
 from ckpt_engine.gateway.large_json import dump_in_steps, load_in_steps, values_of
 from ckpt_engine_adapters.vllm.completions import Completions
-from tests.gateway.misbehaving import BODY, Engine, asking, told, until
+from tests.gateway.misbehaving import BODY, Engine, asking, told
+from tests.waiting import until
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

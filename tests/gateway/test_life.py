@@ -17,7 +17,8 @@ from ckpt_engine.gateway.placing import Placing
 from ckpt_engine.gateway.refusals import RefusedError
 from ckpt_engine.gateway.settings import GatewaySettings
 from ckpt_engine.gateway.upstream import Upstream
-from tests.gateway.misbehaving import BODY, WHOLE, Engine, asking, forever, told, until
+from tests.gateway.misbehaving import BODY, WHOLE, Engine, asking, forever, told
+from tests.waiting import until
 
 
 async def test_it_is_not_ready_when_nobody_could_serve_for_too_long_and_while_it_stops() -> None:

@@ -16,7 +16,8 @@ import pytest
 from ckpt_engine.gateway.server import running_gateway
 from ckpt_engine.gateway.settings import GatewaySettings
 from ckpt_engine.http_server import HttpServer
-from tests.gateway.misbehaving import BODY, WHOLE, Engine, told, until
+from tests.gateway.misbehaving import BODY, WHOLE, Engine, told
+from tests.waiting import until
 
 ROUTE = b"POST /v1/completions HTTP/1.1"
 CONTENT = json.dumps(BODY).encode()

@@ -14,13 +14,10 @@ from typing import Any
 import torch
 
 from ckpt_engine import CkptEngineError, Trainer
+from tests.line_process import say
 from tests.tiny_model import make_tiny_qwen3
 
 LARGE: dict[str, Any] = {"layers": 14, "hidden": 2048, "intermediate": 8192, "vocabulary": 32000}
-
-
-def say(**told: Any) -> None:
-    print(json.dumps(told), flush=True)
 
 
 def main() -> None:

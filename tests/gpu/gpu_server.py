@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import httpx
 import pytest
 
-from tests.cluster import Cluster, Replica, eventually
+from tests.cluster import Cluster, Replica
+from tests.engines.plain import PlainServer, plain_server
 from tests.engines.vllm_server import OVERLAY, PYTHON
 from tests.gpu import exact
-from tests.ports import free_port
 
 KV_BYTES = 2 << 30
 
@@ -47,12 +41,13 @@ def start_gpu_vllm(
     options: Sequence[str] = (),
     visible: str = "",
     tensor_parallel: int = 1,
+    environment: Mapping[str, str] | None = None,
 ) -> Replica:
     """A vLLM server with random weights of its own; CUDA graphs are on unless `--enforce-eager`. Not waited for.
 
-    options: to `ckpt-engine agent`. visible: its CUDA_VISIBLE_DEVICES; empty: all.
+    options: to `ckpt-engine agent`. visible: its CUDA_VISIBLE_DEVICES; empty: all. environment: added to what it needs.
     """
-    environment = {**ENVIRONMENT, **({"CUDA_VISIBLE_DEVICES": visible} if visible else {})}
+    devices = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
     return cluster.replica(
         name,
         "vllm",
@@ -61,39 +56,13 @@ def start_gpu_vllm(
         *vllm_arguments(tensor_parallel=tensor_parallel),
         *arguments,
         options=options,
-        environment=environment,
+        environment={**ENVIRONMENT, **devices, **(environment or {})},
     )
 
 
-@contextlib.contextmanager
-def plain_vllm(model: Path, log: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[Any]:
-    """A vLLM server without us that loads its weights from `model`; it answers at `.url` after `wait_for_plain`."""
-    port = free_port()
-    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1"]
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            [*command, "--port", str(port), *vllm_arguments(), *arguments],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **ENVIRONMENT, **(environment or {})},
-            start_new_session=True,
-        )
-    try:
-        yield SimpleNamespace(url=f"http://127.0.0.1:{port}", process=process, log=log)
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(30)
-
-
-def wait_for_plain(server: Any, seconds: float = 240.0) -> None:
-    def up() -> bool:
-        assert server.process.poll() is None, server.log.read_text(errors="replace")[-4000:]
-        with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"{server.url}/health", timeout=5).status_code == 200
-        return False
-
-    eventually(f"vLLM answers at {server.url}", seconds, up)
+def plain_vllm(
+    model: Path, log: Path, *arguments: str, environment: Mapping[str, str] | None = None
+) -> AbstractContextManager[PlainServer]:
+    """A vLLM server without us that loads its weights from `model`."""
+    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    return plain_server([*command, *vllm_arguments(), *arguments], log, {**ENVIRONMENT, **(environment or {})})

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from tests.cluster import Cluster, Replica
+from tests.engines.plain import PlainServer, plain_server
 from tests.engines.sglang_server import OVERLAY, PYTHON
 from tests.gpu import exact
-from tests.ports import free_port
 
 CACHED_TOKENS = 1 << 22
 
@@ -48,12 +43,13 @@ def start_gpu_sglang(
     options: Sequence[str] = (),
     visible: str = "",
     tensor_parallel: int = 1,
+    environment: Mapping[str, str] | None = None,
 ) -> Replica:
     """A server with random weights of its own; not waited for.
 
-    options: to `ckpt-engine agent`. visible: its CUDA_VISIBLE_DEVICES; empty: all.
+    options: to `ckpt-engine agent`. visible: its CUDA_VISIBLE_DEVICES; empty: all. environment: added to what it needs.
     """
-    environment = {**ENVIRONMENT, **({"CUDA_VISIBLE_DEVICES": visible} if visible else {})}
+    devices = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
     parallel = ("--tensor-parallel-size", str(tensor_parallel))
     return cluster.replica(
         name,
@@ -61,26 +57,14 @@ def start_gpu_sglang(
         model,
         *(PYTHON, "-m", "sglang.launch_server", *OPTIONS, *parallel, *arguments),
         options=options,
-        environment=environment,
+        environment={**ENVIRONMENT, **devices, **(environment or {})},
     )
 
 
-@contextlib.contextmanager
-def plain_sglang(model: Path, log: Path, *arguments: str) -> Iterator[Any]:
-    """A server without us on the first GPU, with random weights unless `--load-format auto`; it answers at `.url` after
-    `gpu_server.wait_for_plain`."""
-    port = free_port()
-    command = [PYTHON, "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1"]
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            [*command, "--port", str(port), "--skip-server-warmup", *OPTIONS, *arguments],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "0"},
-            start_new_session=True,
-        )
-    try:
-        yield SimpleNamespace(url=f"http://127.0.0.1:{port}", process=process, log=log)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(30)
+def plain_sglang(
+    model: Path, log: Path, *arguments: str, environment: Mapping[str, str] | None = None
+) -> AbstractContextManager[PlainServer]:
+    """A server without us on the first GPU, with random weights unless `--load-format auto`."""
+    command = [PYTHON, "-m", "sglang.launch_server", "--model-path", str(model), "--skip-server-warmup"]
+    given = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "0", **(environment or {})}
+    return plain_server([*command, *OPTIONS, *arguments], log, given)

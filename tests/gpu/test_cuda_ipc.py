@@ -5,14 +5,14 @@ Tests share one worker and, where nothing else is said, one trainer: starting a 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tests.gpu.cuda_peer import SHAPES, Peer, PeerError, many_shapes
 from tests.ports import free_port
+from tests.waiting import eventually
 
 WAIT_SECONDS = 60.0
 SLACK_BYTES = 64 << 20
@@ -20,13 +20,6 @@ SLACK_BYTES = 64 << 20
 
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 POOLED = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
-
-
-def until(condition: Callable[[], object]) -> None:
-    stop_at = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < stop_at
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -201,9 +194,10 @@ def test_a_trainer_that_is_killed_hurts_no_worker(worker: Peer) -> None:
     with pytest.raises(PeerError) as refused:
         worker.ask("worker.read")
     assert refused.value.code == "UNAVAILABLE"
-    until(lambda: worker.ask("worker.mappings") == 0)
+    eventually("the worker has let go", WAIT_SECONDS, lambda: worker.ask("worker.mappings") == 0)
     # The kernel takes the dead process's context down in its own time.
-    until(lambda: worker.ask("state")["free"] >= mapped + (2 << 30) - SLACK_BYTES)
+    free = mapped + (2 << 30) - SLACK_BYTES
+    eventually("the worker has let go", WAIT_SECONDS, lambda: worker.ask("state")["free"] >= free)
     assert worker.ask("computes") == 2000
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,12 @@ import torch
 
 from ckpt_engine import Trainer
 from tests.cluster import Cluster, Replica, running_cluster
-from tests.engines.test_vllm_models import MIXTURE, SMALL, build
+from tests.engines.plain import PlainServer
+from tests.engines.test_vllm_models import MIXTURE, SMALL, build, deepseek_v2
 from tests.gpu import exact
 from tests.gpu.exact import PROMPTS
-from tests.gpu.gpu_server import needs_gpu_vllm, plain_vllm, start_gpu_vllm, wait_for_plain
+from tests.gpu.gpu_server import needs_gpu_vllm, plain_vllm, start_gpu_vllm
+from tests.gpu.pairs import Pairs
 from tests.tiny_model import regrets
 
 pytestmark = [*needs_gpu_vllm, pytest.mark.timeout(1200)]
@@ -69,26 +70,8 @@ def experts() -> Any:
 
 
 def latent_attention() -> Any:
-    """The attention's sizes are DeepSeek's own: kernels know no others."""
-    from transformers import DeepseekV2Config
-
-    return DeepseekV2Config(
-        **COMMON | {"num_key_value_heads": 4},
-        kv_lora_rank=512,
-        q_lora_rank=None,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        n_group=1,
-        topk_group=1,
-        topk_method="greedy",
-        architectures=["DeepseekV2ForCausalLM"],
-    )
+    groups = {"n_group": 1, "topk_group": 1, "topk_method": "greedy"}
+    return deepseek_v2(512, 128, 64, 128, **COMMON | {"num_key_value_heads": 4}, **groups)
 
 
 def gpt_oss() -> Any:
@@ -199,69 +182,35 @@ class Pair:
     weights: dict[int, dict[str, torch.Tensor]]
     cluster: Cluster
     replica: Replica
-    plain: Any
-
-
-class Pairs:
-    """Starts the servers of some classes ahead of the test that asks for them, and ends them after it.
-
-    Used on one thread; servers start on another one, since models are made first, and end on a third one.
-    """
-
-    def __init__(self, path: Path, names: list[str]) -> None:
-        self._path, self._names = path, names
-        self._started: dict[str, tuple[contextlib.ExitStack, Future[Pair]]] = {}
-        self._starter, self._ender = ThreadPoolExecutor(1), ThreadPoolExecutor(AT_A_TIME)
-
-    def get(self, name: str) -> Pair:
-        """The servers of `name`, which may still be starting."""
-        ahead = self._names[self._names.index(name) :][:AT_A_TIME]
-        for each in ahead:
-            if each not in self._started:
-                stack = contextlib.ExitStack()
-                self._started[each] = (stack, self._starter.submit(self._start, each, stack))
-        return self._started[name][1].result(UP_SECONDS)
-
-    def _start(self, name: str, stack: contextlib.ExitStack) -> Pair:
-        kind, path = KINDS[name], self._path / str(self._names.index(name))
-        models, weights = {}, {}
-        for seed in sorted({*SEEDS}):
-            config = kind.make()
-            config.dtype = torch.bfloat16
-            models[seed], weights[seed] = build(config, seed, path / str(seed), kind.embedding)
-        config.save_pretrained(path / "bare")
-        arguments = ("--enforce-eager", "--kv-cache-memory-bytes", str(CACHE_BYTES), *kind.arguments)
-        plain = stack.enter_context(plain_vllm(path / str(LOADED), path / "plain.log", *arguments))
-        cluster = stack.enter_context(running_cluster(path / "cluster"))
-        replica = start_gpu_vllm(cluster, "ours", path / "bare", *arguments)
-        return Pair(kind, models[LOADED], weights, cluster, replica, plain)
-
-    def end(self, name: str) -> None:
-        """Begins to end the servers of `name`."""
-        if name in self._started:
-            stack, started = self._started.pop(name)
-            self._ender.submit(self._end, stack, started)
-
-    @staticmethod
-    def _end(stack: contextlib.ExitStack, started: Future[Pair]) -> None:
-        if not started.cancel():
-            started.exception(UP_SECONDS)
-        stack.close()
-
-    def close(self) -> None:
-        for name in [*self._started]:
-            self.end(name)
-        self._ender.shutdown()
-        self._starter.shutdown()
+    plain: PlainServer
 
 
 @pytest.fixture(scope="module")
-def pairs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
+def pairs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs[Pair]]:
     """Of the classes that were asked for, in the order in which they run."""
     asked = [item.callspec.params["name"] for item in request.session.items if "pairs" in item.fixturenames]
-    made = Pairs(tmp_path_factory.mktemp("classes"), asked)
+    path = tmp_path_factory.mktemp("classes")
+
+    def start(name: str, stack: contextlib.ExitStack) -> Pair:
+        return _start(KINDS[name], path / str(asked.index(name)), stack)
+
+    made = Pairs(asked, start, AT_A_TIME, UP_SECONDS)
     yield made
     made.close()
+
+
+def _start(kind: Kind, path: Path, stack: contextlib.ExitStack) -> Pair:
+    models, weights = {}, {}
+    for seed in sorted({*SEEDS}):
+        config = kind.make()
+        config.dtype = torch.bfloat16
+        models[seed], weights[seed] = build(config, seed, path / str(seed), kind.embedding)
+    config.save_pretrained(path / "bare")
+    arguments = ("--enforce-eager", "--kv-cache-memory-bytes", str(CACHE_BYTES), *kind.arguments)
+    plain = stack.enter_context(plain_vllm(path / str(LOADED), path / "plain.log", *arguments))
+    cluster = stack.enter_context(running_cluster(path / "cluster"))
+    replica = start_gpu_vllm(cluster, "ours", path / "bare", *arguments)
+    return Pair(kind, models[LOADED], weights, cluster, replica, plain)
 
 
 Answer = tuple[list[int], list[float]]
@@ -291,7 +240,7 @@ def judged(pair: Pair, answers: list[Answer]) -> list[float]:
 
 
 @pytest.mark.parametrize("name", list(KINDS))
-def test_a_model_class(pairs: Pairs, record_property: Callable[[str, object], None], name: str) -> None:
+def test_a_model_class(pairs: Pairs[Pair], record_property: Callable[[str, object], None], name: str) -> None:
     try:
         check(pairs.get(name), record_property)
     finally:
@@ -310,7 +259,7 @@ def check(pair: Pair, record: Callable[[str, object], None]) -> None:
         for name, tensor in pair.weights[LOADED].items()
     }
     record("published in float32", sorted(name for name, tensor in live.items() if tensor.dtype == torch.float32))
-    wait_for_plain(pair.plain, UP_SECONDS)
+    pair.plain.wait(UP_SECONDS)
     expected = [answer(pair.plain.url, prompt) for prompt in PROMPTS]
     pair.replica.registered(UP_SECONDS)
     differences = []

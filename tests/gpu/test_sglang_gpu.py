@@ -19,7 +19,6 @@ import torch
 from tests.engines.sglang_server import complete, tokens
 from tests.engines.test_vllm_models import build
 from tests.gpu.exact import FLIPS, PROMPTS, Exact, Fleet, bare_models, mixture, right
-from tests.gpu.gpu_server import wait_for_plain
 from tests.gpu.sglang_fleet import CACHED_TOKENS, EAGER, GRAPHS, needs_gpu_sglang, plain_sglang, start_gpu_sglang
 from tests.tiny_model import regrets
 
@@ -87,7 +86,7 @@ def test_sglang_updates_from_live_parameters(fleet: Fleet, tmp_path: Path, kind:
 
 def test_sglangs_own_loading_of_a_mixture_of_experts(fleet: Fleet, loaded_mixture: Loaded) -> None:
     """What the next test stands on: if this fails, it is not our doing."""
-    wait_for_plain(loaded_mixture.server)
+    loaded_mixture.server.wait()
     for prompt in PROMPTS:
         found = tokens(complete(loaded_mixture.server, prompt))
         assert right(regrets(loaded_mixture.model, prompt, found), FLIPS)

@@ -16,7 +16,7 @@ import pytest
 
 from tests.engines.vllm_server import complete, tokens
 from tests.gpu.exact import PROMPTS, Exact, Fleet, bare_models
-from tests.gpu.gpu_server import KV_BYTES, needs_gpu_vllm, plain_vllm, start_gpu_vllm, wait_for_plain
+from tests.gpu.gpu_server import KV_BYTES, needs_gpu_vllm, plain_vllm, start_gpu_vllm
 from tests.tiny_model import make_tiny_qwen3
 
 pytestmark = [*needs_gpu_vllm, pytest.mark.timeout(400)]
@@ -53,7 +53,7 @@ def test_vllm_updates_from_live_parameters(fleet: Fleet, fresh: Any, tmp_path: P
 
     def compare(version: int) -> None:
         if kind == "eager" and version == FRESH:
-            wait_for_plain(fresh)
+            fresh.wait()
             for prompt in PROMPTS:
                 assert tokens(complete(replica, prompt)) == tokens(complete(fresh, prompt)), prompt
 

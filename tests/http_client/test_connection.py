@@ -15,8 +15,8 @@ from ckpt_engine.http_client import connection as http1
 from ckpt_engine.http_client import connections
 from ckpt_engine.http_client.connection import ConnectError, SilentError, UnreachableError, WireError, request_head
 from ckpt_engine.http_client.connections import Connections, origin_of
-from tests.gateway.misbehaving import until
 from tests.ports import free_port
+from tests.waiting import until
 
 SECONDS = 60.0
 Play = Callable[["Peer"], Awaitable[None]]

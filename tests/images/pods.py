@@ -109,7 +109,8 @@ class Pod:
     ) -> None:
         folder.mkdir()
         self._folder, self._network, self._spec = folder, network, spec
-        self.host_processes = bool(spec.get("hostPID"))
+        # Containers that share one list of processes see the machine's here, and so each other's.
+        self.host_processes = bool(spec.get("hostPID") or spec.get("shareProcessNamespace"))
         self._images, self._fields, self._secrets, self._hosts = images, fields, secrets, hosts
         self._containers: list[Container] = []
         self._volumes = {volume["name"]: self._volume(volume) for volume in spec["volumes"]}

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -157,11 +158,43 @@ def test_manager_gateway_and_relay_run_from_their_images(pod: Callable[..., Pod]
     assert list(directory.glob("*.sock*")) == [], "a relay leaves no socket"
 
 
-def test_a_job_updates_a_replica_by_way_of_its_node_s_relay(pod: Callable[..., Pod], tmp_path: Path) -> None:
-    """All of `relayed`, on one node: the replica shares the relay's directory, and no processes with anybody.
+def launched(pod: Callable[..., Pod]) -> list[Container]:
+    """The replica of `relayed`, with the reference engine, in the trainer's image, in the place of vLLM."""
+    spec = pod_of("relayed/replica.yaml", "StatefulSet")
+    (container,) = spec["containers"]
+    words = ["--engine=reference" if word == "--engine=vllm" else word for word in container["args"]]
+    words.remove("--tensor-parallel-size=2")
+    return [pod(spec, "trainer").start({**container, "image": "ckpt-engine-trainer:0.1.0", "args": words})]
 
-    The replica is the reference engine, in the trainer's image, in the place of vLLM.
-    """
+
+def attached(pod: Callable[..., Pod]) -> list[Container]:
+    """That of `attached`: its agent, in the manager's image, is there before the engine, and ends after it."""
+    expanded = subprocess.run(
+        ["kubectl", "kustomize", str(KUBERNETES / "attached")], capture_output=True, text=True, timeout=120, check=True
+    )
+    (spec,) = [
+        document["spec"]["template"]["spec"]
+        for document in yaml.safe_load_all(expanded.stdout)
+        if (document["kind"], document["metadata"]["name"]) == ("StatefulSet", "replica")
+    ]
+    (agent,), (engine,) = spec["initContainers"], spec["containers"]
+    made = pod(spec, "manager", "trainer")
+    words = ["--engine=reference" if word == "--engine=vllm" else word for word in agent["args"]]
+    first = made.start({**agent, "args": words})
+    first.until("the agent waits", lambda: "waiting for the engine" in first.said())
+    server = ["python", "-m", "ckpt_engine_adapters.reference.server"]
+    words = ["--model=/models/policy", "--host=0.0.0.0", "--port=8000"]
+    image = "ckpt-engine-trainer:0.1.0"
+    return [made.start({**engine, "image": image, "command": server, "args": words}), first]
+
+
+@pytest.mark.parametrize("replica_of", [launched, attached])
+def test_a_job_updates_a_replica_by_way_of_its_node_s_relay(
+    pod: Callable[..., Pod], tmp_path: Path, replica_of: Callable[..., list[Container]]
+) -> None:
+    """All of `relayed`, on one node: its replica shares the relay's directory, and no processes with other pods."""
+    if replica_of is attached and shutil.which("kubectl") is None:
+        pytest.skip("kubectl, which expands kustomizations, is not installed")
     model = tmp_path / "host" / "models" / "policy"
     make_tiny_qwen3(model)
     for path in model.iterdir():
@@ -172,25 +205,27 @@ def test_a_job_updates_a_replica_by_way_of_its_node_s_relay(pod: Callable[..., P
     assert relay_pod.start(relay_spec["initContainers"][0]).process.wait(60) == 0
     relay = started(relay_pod, relay_spec)
 
-    replica_spec = pod_of("relayed/replica.yaml", "StatefulSet")
-    (container,) = replica_spec["containers"]
-    words = ["--engine=reference" if word == "--engine=vllm" else word for word in container["args"]]
-    words.remove("--tensor-parallel-size=2")
-    replica_pod = pod(replica_spec, "trainer")
-    replica = replica_pod.start({**container, "image": "ckpt-engine-trainer:0.1.0", "args": words})
-    replica.until("a closed engine", lambda: replica_pod.get("http://127.0.0.1:8000/ckpt_engine/ready")[0] == 503)
-    assert not replica_pod.probe(container, "readinessProbe")
+    containers = replica_of(pod)
+    replica, probed = containers[0], pod_of("relayed/replica.yaml", "StatefulSet")["containers"][0]
+    ready = "http://127.0.0.1:8000/ckpt_engine/ready"
+    replica.until("a closed engine", lambda: replica.pod.get(ready)[0] == 503)
+    assert not replica.pod.probe(probed, "readinessProbe")
 
     job_spec = pod_of("relayed/trainer.yaml", "Job")
     (container,) = job_spec["containers"]
     words = {"--steps=1000": "--steps=2", "--replicas=2": "--replicas=1"}
     job = pod(job_spec, "trainer").start({**container, "args": [words.get(word, word) for word in container["args"]]})
-    assert job.process.wait(300) == 0, job.said() + replica.said() + relay.said()
-    assert replica_pod.probe(replica_spec["containers"][0], "readinessProbe"), replica.said()
-    assert "version 1 of " in relay.said(), relay.said()
-    assert " is held: " in relay.said(), relay.said()
-    for each, spec in ((replica, replica_spec), (relay, relay_spec), (manager, manager_spec)):
-        assert each.stop(spec.get("terminationGracePeriodSeconds", 30)) == 0, each.said()
+    assert job.process.wait(300) == 0, job.said() + "".join(each.said() for each in containers) + relay.said()
+    assert replica.pod.probe(probed, "readinessProbe"), replica.said()
+    assert replica.pod.get(f"{ready}?at_least=1")[0] == 200
+    assert replica.pod.get(f"{ready}?at_least=2")[0] == 503
+    if (
+        replica_of is launched
+    ):  # the other one sees the trainer's processes too (pods.py), and reads their memory itself
+        assert "version 1 of " in relay.said(), relay.said()
+        assert " is held: " in relay.said(), relay.said()
+    for each in (*containers, relay, manager):
+        assert each.stop(60) == 0, each.said()
 
 
 @pytest.mark.parametrize(

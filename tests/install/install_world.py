@@ -6,8 +6,10 @@ check each other.
 
 from __future__ import annotations
 
+import queue
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from ckpt_engine.digest.boxes import digest_boxes
 from ckpt_engine.engine.target import LoadTarget
 from ckpt_engine.gate.page import EnginePage
 from ckpt_engine.install.installer import Installer
+from ckpt_engine.install.stage_memory import StageMemory
 from ckpt_engine.record.record import record
 from ckpt_engine.record.recording import Recording
 from ckpt_engine.torch_dtypes import dtype_name
@@ -164,12 +167,40 @@ def slices(box: Box) -> tuple[slice, ...]:
 class OneWorker:
     """An installer with its state page, and the orders that a manager and an agent would give it."""
 
-    def __init__(self, target: LoadTarget, directory: Path) -> None:
+    def __init__(self, target: LoadTarget, directory: Path, stage_memory: str = "0", device: str = "cpu") -> None:
+        """stage_memory: on `device`."""
         self.page = EnginePage(directory / "page")
         self.slot = self.page.claim(0, 1)
-        self.installer = Installer(target, self.slot, {"shared_memory": SharedMemoryTransport()})
+        self.stage = StageMemory(stage_memory, torch.device(device))
+        self.news: queue.SimpleQueue[worker_pb2.WorkerEarly] = queue.SimpleQueue()
+        self.waits = True  # for what the installer brings early
+        self.installer = Installer(
+            target, self.slot, {"shared_memory": SharedMemoryTransport()}, self.stage, self._told
+        )
         self.epoch = 0
         self.target = target
+
+    def _told(self, news: worker_pb2.WorkerEarly) -> bool:
+        self.news.put(worker_pb2.WorkerEarly.FromString(news.SerializeToString()))
+        return self.waits
+
+    def ready(self, order: worker_pb2.InstallOrder, **options: Any) -> worker_pb2.WorkerReady:
+        """Makes the plan of an install ready."""
+        return self.installer.ready(
+            worker_pb2.ReadyOrder(
+                fence=order.fence, plan=order.plan, expected=order.expected, deadline_seconds=60.0, **options
+            )
+        )
+
+    def brought(self, order: worker_pb2.InstallOrder) -> worker_pb2.WorkerEarly:
+        """Makes it ready and waits for the end of what that brings early."""
+        answer = self.ready(order)
+        assert not answer.HasField("problem"), answer.problem.message
+        assert answer.early_bytes, "nothing is brought early"
+        while True:
+            news = self.news.get(timeout=60)
+            if news.verified or news.HasField("problem"):
+                return news
 
     def fence(self) -> weights_pb2.Fence:
         return weights_pb2.Fence(cluster="test", epoch=self.epoch)

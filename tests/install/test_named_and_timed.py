@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ckpt_engine.digest import host as digest_host
-from ckpt_engine.engine.target import ModuleTarget
+from ckpt_engine.engine.target import ModuleTarget, Quantised
 from ckpt_engine.install.ready import Ready
 from ckpt_engine.v1 import weights_pb2, worker_pb2
 from tests.install.install_models import Plain, TensorParallel, target_of
@@ -61,6 +62,24 @@ def test_the_time_of_a_loader_that_computes_counts_as_installing(tmp_path: Path)
     report = worker.update(checkpoint).report
     assert list(report.by_loader) == ["w"]
     assert report.install_seconds >= LOADING
+    checkpoint.close()
+
+
+def test_a_report_says_which_layers_are_quantised_and_by_whom(tmp_path: Path) -> None:
+    engines, published = Quantised(False, "OnlineMethod"), Quantised(True, "BlockMethod")
+
+    class Quantising(ModuleTarget):
+        def quantised(self) -> Mapping[str, Quantised]:
+            layers = {f"layers.{number}.{name}": engines for number in range(20) for name in ("mlp.2.up", "mlp.2.down")}
+            return layers | {f"layers.{number}.experts": published for number in range(3)}
+
+    model = TensorParallel()
+    checkpoint = Checkpoint(model.checkpoint())
+    report = OneWorker(Quantising(model), tmp_path).update(checkpoint).report
+    assert [(each.published, each.method, each.layers, list(each.names)) for each in report.quantised] == [
+        (False, "OnlineMethod", 40, ["layers.#.mlp.#.up", "layers.#.mlp.#.down"]),
+        (True, "BlockMethod", 3, ["layers.#.experts"]),
+    ]
     checkpoint.close()
 
 

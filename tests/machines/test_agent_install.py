@@ -9,6 +9,7 @@ from test_agent_turns import CLUSTER, WORDS, Agent
 
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.machines import events
+from ckpt_engine.machines.agent.ready import SILENCE_SECONDS
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 
 EPOCH = 2
@@ -27,7 +28,9 @@ TORN = events.Words((DIRTY,), False, "worker 0 is being updated", None)
 class Install:
     """An install that was told at 0 to the agent of an engine that serves. Steps end when `until` or `end` says so."""
 
-    def __init__(self, deadline: float = DEADLINE) -> None:
+    def __init__(self, deadline: float = DEADLINE, early_bytes: int = 0) -> None:
+        """early_bytes: what its worker says that it brings into stage memory."""
+        self.early_bytes = early_bytes
         self.agent = Agent()
         self.agent.welcome()
         self._running: list[events.Run] = []
@@ -54,7 +57,8 @@ class Install:
         if isinstance(run.task, events.PrepareEngine):
             self.asks(now, want_prepare=worker_pb2.WantOrder())
             fence = weights_pb2.Fence(cluster=CLUSTER, epoch=EPOCH)
-            self.asks(now, ready=worker_pb2.WorkerReady(fence=fence, plans=[b"p" * 32]))
+            ready = worker_pb2.WorkerReady(fence=fence, plans=[b"p" * 32], early_bytes=self.early_bytes)
+            self.asks(now, ready=ready)
         self._take(self.agent.tell(events.Done(run.key, results.get(type(run.task))), now))
 
     def until(self, kind: type, now: float, words: events.Words = WORDS) -> events.Run:
@@ -74,9 +78,27 @@ class Install:
         """What the worker gets for a request."""
         request = worker_pb2.WorkerRequest(rank=0, boot_id=BOOT, **body)
         given = self.agent.tell(events.WorkerAsked(1, request), now)
+        self._take(given)
         (reply,) = [command.reply for command in given if isinstance(command, events.Reply)]
         assert reply is not None
         return reply
+
+    def brings(self, now: float, done: int, **end: Any) -> worker_pb2.AgentReply:
+        """What the worker gets that tells how far it is with what it brings early."""
+        fence = weights_pb2.Fence(cluster=CLUSTER, epoch=EPOCH)
+        early = worker_pb2.WorkerEarly(fence=fence, bytes_done=done, bytes_total=self.early_bytes, **end)
+        return self.asks(now, early=early)
+
+    def look(self, now: float) -> None:
+        """Its timer for a look at what is brought fires."""
+        operation = self.agent.machine.replica.operation
+        assert operation is not None
+        self._take(self.agent.tell(events.TimerFired(("operation", operation.number, "brought")), now))
+
+    @property
+    def steps(self) -> list[type]:
+        """What runs now."""
+        return [type(run.task) for run in self._running]
 
     def outcome(self) -> manager_pb2.ReplicaOutcome:
         (outcome,) = [
@@ -197,3 +219,45 @@ def test_an_install_that_is_abandoned_while_workers_get_ready_waits_for_none_of_
     install.agent.tell(events.Done(asked.key, None), 3.0)
     later = install.agent.commands[before:]
     assert not [each for each in later if isinstance(each, events.Run)], later
+
+
+def test_an_engine_pauses_once_what_its_worker_brings_is_there_and_verified() -> None:
+    install = Install(early_bytes=100)
+    install.end(install.until(events.PrepareEngine, 0.0), 0.0)
+    assert install.steps == []
+    assert install.brings(1.0, 50).HasField("acknowledged")
+    install.look(1.0)
+    assert install.steps == []
+    assert install.brings(2.0, 100, verified=True).HasField("acknowledged")
+    assert install.steps == [events.HoldRequests]
+    install.until(events.PauseEngine, 2.0)
+
+
+@pytest.mark.parametrize("how", ["a problem", "silence", "no time", "another command"])
+def test_what_cannot_be_brought_leaves_the_replica_as_it_was(how: str) -> None:
+    install = Install(deadline=200.0, early_bytes=100)
+    install.end(install.until(events.PrepareEngine, 0.0), 0.0)
+    problem = weights_pb2.Problem(code=weights_pb2.Problem.DATA_LOSS, message="it does not hash to what was sealed")
+    now = {"a problem": 1.0, "silence": SILENCE_SECONDS + 1.5, "no time": 186.0, "another command": 1.0}[how]
+    if how == "a problem":
+        install.brings(now, 50, problem=problem)
+    elif how == "another command":
+        abandon = manager_pb2.Abandon(fence=weights_pb2.Fence(cluster=CLUSTER, epoch=EPOCH), reason="no more")
+        install._take(install.agent.tell(events.Message(install.agent.peer, abandon), now))
+    else:
+        if how == "no time":
+            install.brings(180.0, 50)
+        install.look(now)
+    assert install.steps == [events.ReadWords]
+    assert install.brings(now, 60).HasField("refused"), "nobody waits for it"
+    install.end(install._running[0], now)
+    outcome = install.outcome()
+    assert outcome.outcome == manager_pb2.OUTCOME_OLD_SERVING
+    said = {
+        "a problem": "does not hash to what was sealed",
+        "silence": "worker 0 has told nothing for 30 s of what it brings into stage memory",
+        "no time": "getting the workers ready took all the time there was",
+        "another command": "abandoned: no more",
+    }
+    assert said[how] in outcome.problem.message
+    assert not outcome.pause_seconds

@@ -23,9 +23,8 @@ def test_a_replica_that_has_no_other_way_is_updated_by_one() -> None:
 def test_all_that_can_take_part_if_it_is_asked_for() -> None:
     decision = collective_decision(True, False, False, {"a": READS, "b": BY_RELAY, "c": CANNOT})
     assert decision.replicas == ("a", "b")
-    assert decision.why == (
-        "a and b are updated by a collective: the trainer publishes for it alone; c cannot use nccl"
-    )
+    assert decision.why.startswith("a and b are updated by a collective")
+    assert decision.why.endswith("c cannot use nccl")
 
 
 @pytest.mark.parametrize(

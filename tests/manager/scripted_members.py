@@ -8,13 +8,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
+import pytest
 import torch
 from google.protobuf.message import Message
 
@@ -36,18 +39,40 @@ async def stub_at(address: str) -> AsyncIterator[ManagerStub]:
         yield ManagerStub(channel)  # type: ignore[no-untyped-call]
 
 
-async def true(condition: Callable[[], bool], what: str) -> None:
-    """Returns once it holds; AssertionError naming `what` after `WAIT`."""
-    end = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < end, f"not within {WAIT:g} s: {what}"
-        await asyncio.sleep(0.02)
-
-
 def problem_of(error: grpc.aio.AioRpcError) -> weights_pb2.Problem:
     """The Problem that came with a failed call."""
     (data,) = [value for key, value in error.trailing_metadata() if key == "ckpt-engine-problem-bin"]
     return weights_pb2.Problem.FromString(data)
+
+
+async def refused(call: Awaitable[Any]) -> weights_pb2.Problem:
+    """The Problem of a call that must fail; its code must be the status."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    problem = problem_of(caught.value)
+    assert caught.value.code().name == weights_pb2.Problem.Code.Name(problem.code)
+    assert caught.value.details() == problem.message
+    return problem
+
+
+@contextlib.asynccontextmanager
+async def manager_process(folder: Path) -> AsyncIterator[str]:
+    """The address of a manager in a process of its own: in a test's it would share the interpreter lock."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "ckpt_engine", "manager", "--listen", "127.0.0.1:0", "--http", ""),
+        *("--ledger", str(folder / "ledger.sqlite3")),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    line = (await asyncio.wait_for(process.stderr.readline(), WAIT)).decode()
+    assert "manager started" in line
+    rest = asyncio.ensure_future(process.stderr.read())
+    yield dict(word.split("=", 1) for word in line.split() if "=" in word)["grpc"]
+    process.terminate()
+    assert await asyncio.wait_for(process.wait(), WAIT) == 0
+    told = (await rest).decode()
+    assert "manager stopped" in told
+    assert "Traceback" not in told
 
 
 async def put(stub: ManagerStub, message: Message) -> manager_pb2.BlobRef:
@@ -106,9 +131,8 @@ class Stream:
             message = await asyncio.wait_for(self.call.read(), end - time.monotonic())
             if message is grpc.aio.EOF:
                 if (code := await self.call.code()) is not grpc.StatusCode.OK:
-                    raise grpc.aio.AioRpcError(
-                        code, await self.call.initial_metadata(), await self.call.trailing_metadata()
-                    )
+                    metadata = await self.call.initial_metadata(), await self.call.trailing_metadata()
+                    raise grpc.aio.AioRpcError(code, *metadata, await self.call.details())
                 raise EOFError
             field = message.WhichOneof("body")
             if field != "heartbeat":
@@ -345,6 +369,38 @@ class ScriptedReplica:
         await self.stream.send(outcome=outcome)
         await self.stream.until(manager_pb2.OutcomeReceived)
         return order
+
+
+async def pair(stub: ManagerStub, name: str = "replica", workers: int = 1) -> tuple[ScriptedTrainer, ScriptedReplica]:
+    """A trainer of one rank that has published, and a replica."""
+    trainer, replica = ScriptedTrainer(stub), ScriptedReplica(stub, name, workers)
+    await trainer.join(some_weights())
+    await replica.open()
+    return trainer, replica
+
+
+async def ranks(stub: ManagerStub, *weights: dict[str, torch.Tensor]) -> list[ScriptedTrainer]:
+    """A trainer of so many ranks, each with weights of its own, that have published."""
+    trainers = [ScriptedTrainer(stub, rank, len(weights)) for rank in range(len(weights))]
+    for trainer, held in zip(trainers, weights, strict=True):
+        trainer.hold(held)
+        await trainer.open()
+        await trainer.publish()
+    return trainers
+
+
+async def one_update(
+    trainers: list[ScriptedTrainer], replicas: list[ScriptedReplica], /, prepares: bool, **fields: Any
+) -> manager_pb2.UpdateReport:
+    """prepares: whether the replicas are asked what they need."""
+    calls = [trainer.update(**fields) for trainer in trainers]
+    if prepares:
+        await asyncio.gather(*(replica.prepare() for replica in replicas))
+    await asyncio.gather(*(trainer.seal() for trainer in trainers))
+    await asyncio.gather(*(replica.install() for replica in replicas))
+    reports = [(await call)[-1].report for call in calls]
+    assert all(report == reports[0] for report in reports)
+    return reports[0]
 
 
 def some_weights(seed: int = 0, sizes: Sequence[int] = (8, 4)) -> dict[str, torch.Tensor]:

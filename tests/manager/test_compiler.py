@@ -40,6 +40,14 @@ def tables(blobs: BlobStore, weights: dict[str, torch.Tensor], ranks: int = 2) -
     return tuple(refs)
 
 
+def merged(
+    blobs: BlobStore, weights: dict[str, torch.Tensor]
+) -> tuple[Compiler, tuple[manager_pb2.BlobRef, ...], Published]:
+    """A compiler that has merged the tables of two ranks; and the tables."""
+    compiler, refs = Compiler(blobs), tables(blobs, weights)
+    return compiler, refs, compiler.merge(MergeTables("run", refs, SECONDS))
+
+
 def workers(blobs: BlobStore, published: Published, count: int = 2) -> tuple[PlanWorker, ...]:
     """Workers that need everything."""
     manifest = weights_pb2.Manifest.FromString(blobs.get(published.manifest))
@@ -69,9 +77,7 @@ def digests(
 
 def test_what_is_expected_is_what_the_weights_hash_to() -> None:
     blobs, weights = BlobStore(), some_weights()
-    compiler = Compiler(blobs)
-    refs = tables(blobs, weights)
-    published = compiler.merge(MergeTables("run", refs, SECONDS))
+    compiler, refs, published = merged(blobs, weights)
     assert (published.tensors, published.bytes) == (3, sum(tensor.nbytes for tensor in weights.values()))
     assert [(offer.rank, offer.table) for offer in published.sources] == [(0, refs[0]), (1, refs[1])]
     compiled = compiler.compile(CompilePlans(published, workers(blobs, published), SECONDS))
@@ -84,9 +90,7 @@ def test_what_is_expected_is_what_the_weights_hash_to() -> None:
 
 def test_nothing_is_done_twice() -> None:
     blobs = BlobStore()
-    compiler = Compiler(blobs)
-    refs = tables(blobs, some_weights())
-    published = compiler.merge(MergeTables("run", refs, SECONDS))
+    compiler, refs, published = merged(blobs, some_weights())
     everyone = workers(blobs, published)
     compiled = compiler.compile(CompilePlans(published, everyone, SECONDS))
     assert compiler.merge(MergeTables("run", refs, SECONDS)) is published
@@ -102,9 +106,7 @@ def test_nothing_is_done_twice() -> None:
 
 def test_what_was_evicted_is_made_again() -> None:
     blobs = BlobStore(max_total_bytes=20_000)
-    compiler = Compiler(blobs)
-    refs = tables(blobs, some_weights())
-    published = compiler.merge(MergeTables("run", refs, SECONDS))
+    compiler, refs, published = merged(blobs, some_weights())
     everyone = workers(blobs, published)
     pinned = (*refs, everyone[0].needs)
     blobs.pin("test", pinned)
@@ -141,8 +143,7 @@ def test_a_rank_cannot_publish_for_another() -> None:
 def test_a_replica_whose_workers_all_leave_a_tensor_to_others_is_unfit() -> None:
     """Two pipeline stages that share the tensors, then two that both leave the last one out."""
     blobs = BlobStore()
-    compiler = Compiler(blobs)
-    published = compiler.merge(MergeTables("run", tables(blobs, some_weights()), SECONDS))
+    compiler, _, published = merged(blobs, some_weights())
     manifest = weights_pb2.Manifest.FromString(blobs.get(published.manifest))
 
     def stage(rank: int, *loaded: int) -> PlanWorker:
@@ -166,8 +167,7 @@ def test_replicas_that_cannot_be_planned_for_are_named_and_the_others_get_the_pl
     """One without the transport, with a second worker that has it; one whose needs are no message; one of another
     manifest. Needs that are not stored at all refuse everything, since replicas can store them again."""
     blobs = BlobStore()
-    compiler = Compiler(blobs)
-    published = compiler.merge(MergeTables("run", tables(blobs, some_weights()), SECONDS))
+    compiler, _, published = merged(blobs, some_weights())
     good = workers(blobs, published)
     (needs,) = {worker.needs.digest: worker.needs for worker in good}.values()
     other = blobs.put(canonical(weights_pb2.WorkerNeeds(manifest_digest=b"another")))
@@ -194,8 +194,7 @@ def test_replicas_that_cannot_be_planned_for_are_named_and_the_others_get_the_pl
 
 def test_what_is_told_of_a_replica_out_of_reach_goes_by_where_relays_run_now() -> None:
     blobs = BlobStore()
-    compiler = Compiler(blobs)
-    published = compiler.merge(MergeTables("run", tables(blobs, some_weights()), SECONDS))
+    compiler, _, published = merged(blobs, some_weights())
     far = weights_pb2.Host(boot_id="far", name="far")
     away = tuple(replace(worker, host=far) for worker in workers(blobs, published, 1))
     said = []
@@ -285,9 +284,7 @@ def test_workers_that_reach_no_rank_are_planned_for_from_a_relay(known: bool) ->
     """As in a container of its own. The record is cut along needs that are known when it is made, so that relays bring
     no more than that; of a worker that comes later the relay digests what is finer."""
     blobs, weights = BlobStore(), some_weights()
-    compiler = Compiler(blobs)
-    refs = tables(blobs, weights)
-    published = compiler.merge(MergeTables("run", refs, SECONDS))
+    compiler, refs, published = merged(blobs, weights)
     rows = [weights_pb2.WorkerNeeds(manifest_digest=published.manifest.digest) for _ in range(2)]
     manifest = weights_pb2.Manifest.FromString(blobs.get(published.manifest))
     for index, spec in enumerate(manifest.tensors):

@@ -15,15 +15,14 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from manager_keys import Keys, calling, name
 from safetensors.numpy import save_file
-from test_security import Keys, calling, keys, name, refused, token
+from scripted_members import refused
 
 from ckpt_engine.manager.service import ManagerConfig, ManagerServer
 from ckpt_engine.security.client import AUTHORITY, CERTIFICATE, KEY, TOKEN_FILE
 from ckpt_engine.security.server import ServerSecurity
 from ckpt_engine.v1 import manager_pb2
-
-__all__ = ["keys"]
 
 ROUTE = "/v1/updates/from-directory"
 
@@ -38,19 +37,8 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def asking(config: ManagerConfig, keys: Keys, directory: Path) -> AsyncIterator[ManagerServer]:
-    security = ServerSecurity(*keys.issue("server"), tokens=keys.tokens)
-    async with ManagerServer(replace(config, security=security, directories=(directory.parent,))) as server:
+    async with ManagerServer(replace(config, security=keys.asking, directories=(directory.parent,))) as server:
         yield server
-
-
-def http(server: ManagerServer, keys: Keys, role: str) -> httpx.AsyncClient:
-    return httpx.AsyncClient(
-        base_url=f"https://{server.http_address}",
-        headers={"authorization": f"Bearer {token(role)}"},
-        verify=ssl.create_default_context(cafile=str(keys.authority_file)),
-        trust_env=False,
-        timeout=120,
-    )
 
 
 async def in_parts() -> AsyncIterator[bytes]:
@@ -66,9 +54,9 @@ async def test_it_wants_the_grant_of_its_lineage(asking: ManagerServer, keys: Ke
         async with calling(asking, keys.with_token(role)) as stub:
             call = stub.UpdateFromDirectory(manager_pb2.UpdateFromDirectoryRequest(**body), timeout=60)
             assert name(await refused(call.read())) == "PERMISSION_DENIED", role
-        async with http(asking, keys, role) as client:
+        async with keys.browser(asking, role) as client:
             assert (await client.post(ROUTE, json=body)).status_code == 403, role
-    async with http(asking, keys, "trainer") as client:
+    async with keys.browser(asking, "trainer") as client:
         text = {"content": json.dumps(ours), "headers": {"content-type": "text/plain"}}
         for given, status in ((text, 400), ({"json": {**ours, "version": -1}}, 400), ({"json": {**ours, "v": 1}}, 400)):
             answer = await client.post(ROUTE, **given)
@@ -104,7 +92,7 @@ async def test_the_process_that_publishes_needs_no_token_of_its_own(
     for variable in (CERTIFICATE, KEY):
         monkeypatch.setenv(variable, "/nowhere")
     asked = {"directory": str(directory), "lineage": "run-1", "version": 7, "options": {"min_replicas": 0}}
-    async with http(asking, keys, "trainer") as client:
+    async with keys.browser(asking, "trainer") as client:
         answer = await client.post(ROUTE, json=asked)
         assert answer.status_code == 200, answer.text
         assert (answer.json()["ok"], answer.json()["identity"]["version"]) == (True, "7")

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import ssl
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
-import trustme
+from manager_keys import Keys, token
 from playwright.async_api import Page
-from scripted_members import ScriptedReplica, ScriptedTrainer, some_weights, stub_at
-from test_security import Keys, token
-from test_updates import one_update
+from scripted_members import ScriptedReplica, ScriptedTrainer, one_update, pair, stub_at
 
 from ckpt_engine.channel import ManagerStub
 from ckpt_engine.core.prediction import measured
 from ckpt_engine.core.version import Version
 from ckpt_engine.manager.service import ManagerConfig, ManagerServer
-from ckpt_engine.security.server import ServerSecurity
 from ckpt_engine.timeline.asking import report_of
 from ckpt_engine.timeline.perfetto import trace_text
 from ckpt_engine.timeline.predicted import draw_with_prediction
@@ -31,23 +26,9 @@ from tests.timeline.past_updates import write_past_updates
 from tests.timeline.trace_format import read
 
 
-@pytest.fixture
-def config(config: ManagerConfig) -> ManagerConfig:
-    """Scripted members do not beat."""
-    return replace(config, deadlines=replace(config.deadlines, lease=600.0, update=600.0))
-
-
-@pytest.fixture
-async def client(manager: ManagerServer) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"http://{manager.http_address}", timeout=60, trust_env=False) as made:
-        yield made
-
-
 async def updated(stub: ManagerStub, version: int = 0) -> tuple[ScriptedTrainer, ScriptedReplica]:
     """Members that have had an update, and stay."""
-    trainer, member = ScriptedTrainer(stub), ScriptedReplica(stub, "rollout-0")
-    await trainer.join(some_weights())
-    await member.open()
+    trainer, member = await pair(stub, "rollout-0")
     await one_update([trainer], [member], prepares=True, version=version)
     return trainer, member
 
@@ -174,12 +155,10 @@ async def test_the_page_saves_it_and_says_why_not(
 
 
 @pytest.mark.slow
-async def test_with_tokens_the_page_shows_the_token_when_it_saves(config: ManagerConfig, tmp_path: Path) -> None:
-    keys = Keys(tmp_path, trustme.CA())
-    asking = replace(config, security=ServerSecurity(*keys.issue("server"), tokens=keys.tokens))
+async def test_with_tokens_the_page_shows_the_token_when_it_saves(config: ManagerConfig, keys: Keys) -> None:
     async with ManagerServer(config) as server, stub_at(server.address) as stub:
         await updated(stub)
-    async with ManagerServer(asking) as server, chromium() as browser:
+    async with ManagerServer(replace(config, security=keys.asking)) as server, chromium() as browser:
         (record,) = await server.ledger.history()
         async with looking(browser, f"https://{server.http_address}/", False, ignore_https_errors=True) as page:
             await page.locator("#token").fill(token("viewer"))
@@ -187,15 +166,11 @@ async def test_with_tokens_the_page_shows_the_token_when_it_saves(config: Manage
             assert json.loads(await save(page, record.epoch))["otherData"]["epoch"] == record.epoch
 
 
-async def test_with_tokens_it_wants_one_as_other_routes_that_read(config: ManagerConfig, tmp_path: Path) -> None:
-    keys = Keys(tmp_path, trustme.CA())
-    asking = replace(config, security=ServerSecurity(*keys.issue("server"), tokens=keys.tokens))
-    async with ManagerServer(asking) as server:
-        context = ssl.create_default_context(cafile=keys.authority_file)
-        async with httpx.AsyncClient(base_url=f"https://{server.http_address}", verify=context) as client:
-            for path in ("/v1/versions/0/trace", "/v1/updates/1/trace"):
-                assert (await client.get(path)).status_code == 401
-                for role in ("viewer", "replica", "trainer", "operator"):
-                    answer = await client.get(path, headers={"Authorization": f"Bearer {token(role)}"})
-                    assert answer.status_code == 404, role
-                assert (await client.get(path, headers={"Host": "evil.example"})).status_code in (401, 403)
+async def test_with_tokens_it_wants_one_as_other_routes_that_read(asking: ManagerServer, keys: Keys) -> None:
+    async with keys.browser(asking) as client:
+        for path in ("/v1/versions/0/trace", "/v1/updates/1/trace"):
+            assert (await client.get(path)).status_code == 401
+            for role in ("viewer", "replica", "trainer", "operator"):
+                answer = await client.get(path, headers={"Authorization": f"Bearer {token(role)}"})
+                assert answer.status_code == 404, role
+            assert (await client.get(path, headers={"Host": "evil.example"})).status_code in (401, 403)

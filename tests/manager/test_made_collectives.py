@@ -3,8 +3,7 @@
 import asyncio
 from typing import Any
 
-from scripted_members import ScriptedReplica, ScriptedTrainer, get, some_weights
-from test_updates import refused
+from scripted_members import ScriptedReplica, ScriptedTrainer, get, refused, some_weights
 
 from ckpt_engine.channel import ManagerStub
 from ckpt_engine.core.collective_plan import KEY_BYTES, read_collective_plan

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import ssl
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -14,10 +12,8 @@ from typing import Any, cast
 
 import httpx
 import pytest
-import trustme
-from scripted_members import ScriptedReplica, ScriptedTrainer, some_weights, stub_at, true
-from test_security import Keys, token
-from test_updates import one_update, refused
+from manager_keys import Keys, token
+from scripted_members import ScriptedReplica, ScriptedTrainer, one_update, refused, some_weights, stub_at
 
 from ckpt_engine.channel import ManagerStub
 from ckpt_engine.core.message_json import as_dict
@@ -39,21 +35,9 @@ from ckpt_engine.manager.update_records import message
 from ckpt_engine.security.grants import Caller
 from ckpt_engine.security.server import ServerSecurity
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from tests.cluster import eventually
+from tests.waiting import until
 
 EVIL = "<img src=x onerror=alert(1)>"
-
-
-@pytest.fixture
-def config(config: ManagerConfig) -> ManagerConfig:
-    """Scripted members do not beat."""
-    return replace(config, deadlines=replace(config.deadlines, lease=600.0))
-
-
-@pytest.fixture
-async def client(manager: ManagerServer) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"http://{manager.http_address}", timeout=60, trust_env=False) as made:
-        yield made
 
 
 # -- what is sent
@@ -162,29 +146,25 @@ async def test_beyond_loopback_a_strangers_name_reads_nothing_unless_callers_are
                 assert (await client.post("/v1/replicas/no/evict", json={}, headers=headers)).status_code == status
 
 
-async def test_the_page_is_open_and_its_facts_want_a_token(config: ManagerConfig, tmp_path: Path) -> None:
-    keys = Keys(tmp_path, trustme.CA())
-    asking = replace(config, security=ServerSecurity(*keys.issue("server"), tokens=keys.tokens))
-    async with ManagerServer(asking) as server:
-        context = ssl.create_default_context(cafile=keys.authority_file)
-        async with httpx.AsyncClient(base_url=f"https://{server.http_address}", verify=context) as client:
+async def test_the_page_is_open_and_its_facts_want_a_token(asking: ManagerServer, keys: Keys) -> None:
+    async with keys.browser(asking) as client:
 
-            async def sent(method: str, route: str, role: str, **more: Any) -> httpx.Response:
-                shown = {"Authorization": f"Bearer {token(role)}"}
-                return await client.request(method, route, headers=shown, **more)
+        async def sent(method: str, route: str, role: str, **more: Any) -> httpx.Response:
+            shown = {"Authorization": f"Bearer {token(role)}"}
+            return await client.request(method, route, headers=shown, **more)
 
-            for route in FILES:
-                assert (await client.get(route)).status_code == 200, route
-            for route in ("/v1/overview", "/v1/history", "/page/", "/page/../v1/overview", "/page/other.js"):
-                assert (await client.get(route)).status_code == 401, route
-            for role, may in (("viewer", False), ("replica", False), ("trainer", False), ("operator", True)):
-                told = (await sent("GET", "/v1/overview", role)).json()
-                assert told["asker"]["operates"] is may, role
-                assert token(role) not in str(told)
-                for what in ("retry", "hold", "release", "evict"):
-                    answer = await sent("POST", f"/v1/replicas/one/{what}", role, json={})
-                    assert answer.status_code == (404 if may else 403), (role, what)
-            assert (await client.post("/v1/replicas/one/evict", json={})).status_code == 401
+        for route in FILES:
+            assert (await client.get(route)).status_code == 200, route
+        for route in ("/v1/overview", "/v1/history", "/page/", "/page/../v1/overview", "/page/other.js"):
+            assert (await client.get(route)).status_code == 401, route
+        for role, may in (("viewer", False), ("replica", False), ("trainer", False), ("operator", True)):
+            told = (await sent("GET", "/v1/overview", role)).json()
+            assert told["asker"]["operates"] is may, role
+            assert token(role) not in str(told)
+            for what in ("retry", "hold", "release", "evict"):
+                answer = await sent("POST", f"/v1/replicas/one/{what}", role, json={})
+                assert answer.status_code == (404 if may else 403), (role, what)
+        assert (await client.post("/v1/replicas/one/evict", json={})).status_code == 401
 
 
 # -- what it is told
@@ -271,10 +251,10 @@ async def test_an_overview_says_who_lags_and_who_is_waited_for(
     }
 
     call = trainer.update()
-    await true(lambda: list(manager.status().waiting_for) == ["rank 0"], "the rank is waited for")
+    await until(lambda: list(manager.status().waiting_for) == ["rank 0"], "the rank is waited for")
     await trainer.seal()
     await replicas[0].install()
-    await true(lambda: list(manager.status().waiting_for) == ["replica b"], "one replica is waited for")
+    await until(lambda: list(manager.status().waiting_for) == ["replica b"], "one replica is waited for")
     told = (await client.get("/v1/overview")).json()
     assert told["phase"].endswith("installing")
     assert told["waiting_for"] == ["replica b"]
@@ -289,7 +269,7 @@ async def test_an_overview_says_who_lags_and_who_is_waited_for(
     await call
     closed = manager_pb2.ReplicaHeartbeat(sequence=2, workers=replicas[1].workers, closed_reason=reason)
     await replicas[1].stream.send(heartbeat=closed)
-    await true(lambda: not manager.status().replicas[1].serving, "it is closed")
+    await until(lambda: not manager.status().replicas[1].serving, "it is closed")
     shown = (await lines())["b"]
     assert (shown["quarantined"], shown["watched"]["reason"], "lag" in shown) == (True, reason, False)
     assert "identity" not in shown["watched"]
@@ -361,6 +341,15 @@ async def answered(replica: ScriptedReplica, beat: int) -> None:
         pass
 
 
+async def noted(manager: ManagerServer, stub: ManagerStub) -> ScriptedReplica:
+    """A replica whose hello and first heartbeat the manager has, and its ledger."""
+    replica = ScriptedReplica(stub, "a")
+    await replica.open()
+    await answered(replica, 1)
+    await until(lambda: manager.changes >= 3, "the manager has noted it")
+    return replica
+
+
 async def test_an_overview_is_built_once_for_all_who_ask_and_says_who_asks(
     manager: ManagerServer, stub: ManagerStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,11 +366,7 @@ async def test_an_overview_is_built_once_for_all_who_ask_and_says_who_asks(
 
     one, other = Caller("one", ()), Caller("other", everything=True)
     first = told(one)
-    replica = ScriptedReplica(stub, "a")
-    await replica.open()
-    await answered(replica, 1)
-    # its hello, its first heartbeat, and that the ledger has noted it
-    await asyncio.to_thread(eventually, "the manager has noted it", 60.0, lambda: manager.changes >= 3)
+    replica = await noted(manager, stub)
     now[0] += 0.4
     second = told(other)
     assert second["now"] > first["now"]
@@ -415,10 +400,7 @@ async def test_replicas_are_copied_once_for_all_who_look_while_nothing_changes(
         return original(machine, replicas=replicas)
 
     monkeypatch.setattr(ManagerMachine, "status", status)
-    replica = ScriptedReplica(stub, "a")
-    await replica.open()
-    await answered(replica, 1)
-    await asyncio.to_thread(eventually, "the manager has noted it", 60.0, lambda: manager.changes >= 3)
+    replica = await noted(manager, stub)
 
     async def looked_at() -> set[str]:
         """Its state, as each of those who look sees it."""
@@ -445,10 +427,7 @@ async def test_what_each_replica_says_in_each_update_costs_no_look_at_what_all_n
     looks = []
     original = ManagerMachine.blobs_in_use
     monkeypatch.setattr(ManagerMachine, "blobs_in_use", lambda machine: looks.append(1) or original(machine))
-    replica = ScriptedReplica(stub, "a")
-    await replica.open()
-    await answered(replica, 1)
-    await asyncio.to_thread(eventually, "the manager has noted it", 60.0, lambda: manager.changes >= 3)
+    replica = await noted(manager, stub)
     assert looks
     fence = manager.status().fence
     looks.clear()
@@ -469,10 +448,7 @@ async def test_the_times_of_drifts_go_on_while_nothing_changes(
     monkeypatch.setattr(
         ManagerMachine, "drifts", lambda machine: {"a": Drift(version, f"since {now[0]:g}", now[0], 200 - now[0])}
     )
-    replica = ScriptedReplica(stub, "a")
-    await replica.open()
-    await answered(replica, 1)
-    await asyncio.to_thread(eventually, "the manager has noted it", 60.0, lambda: manager.changes >= 3)
+    _replica = await noted(manager, stub)  # it is connected as long as there is this object
     lists = kept_views.ReplicaLists(manager, lambda: now[0])
     for passed, expected in ((0.0, 100.0), (0.4, 100.0), (0.2, 100.6)):
         now[0] += passed

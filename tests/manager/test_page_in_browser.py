@@ -10,33 +10,24 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import trustme
+from manager_keys import Keys, calling, token
 from playwright.async_api import Browser, Page, Route, expect
-from scripted_members import HOST, ScriptedReplica, ScriptedTrainer, some_weights, stub_at, true
-from test_security import Keys, token
-from test_updates import one_update, refused
+from scripted_members import HOST, ScriptedReplica, ScriptedTrainer, one_update, ranks, refused, some_weights, stub_at
 
 from ckpt_engine.channel import ManagerStub
 from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.manager.service import ManagerConfig, ManagerServer
-from ckpt_engine.security.server import ServerSecurity
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.browsing import chromium, looking, picture, says
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
 EVIL = "<img src=x onerror=alert(1)>"
 CLOSED = f"worker 0 began to write version 1 and did not end: {EVIL}"
-
-
-@pytest.fixture
-def config(config: ManagerConfig) -> ManagerConfig:
-    """Scripted members do not beat while a browser looks."""
-    return replace(config, deadlines=replace(config.deadlines, lease=600.0, update=600.0))
 
 
 @pytest.fixture
@@ -272,23 +263,16 @@ async def test_who_may_retries_and_evicts(manager: ManagerServer, stub: ManagerS
     assert [each.name for each in manager.status().replicas] == ["it's odd"]
 
 
-async def test_a_token_is_asked_for_and_kept_nowhere(config: ManagerConfig, tmp_path: Path, browser: Browser) -> None:
-    keys = Keys(tmp_path, trustme.CA())
-    asking = replace(config, security=ServerSecurity(*keys.issue("server"), tokens=keys.tokens))
-    async with ManagerServer(asking) as manager:
-        from ckpt_engine.channel import ManagerStub, open_channel
-
-        async with open_channel(manager.address, keys.with_token("replica")) as channel:
-            replica = ScriptedReplica(ManagerStub(channel), "one")
-            await replica.open()
-            closed = manager_pb2.ReplicaHeartbeat(sequence=2, workers=replica.workers, closed_reason="it is closed")
-            await replica.stream.send(heartbeat=closed)
-            await _tokens(manager, browser)
-
-
-async def _tokens(manager: ManagerServer, browser: Browser) -> None:
-    url = url_of(manager, "https")
-    async with looking(browser, url, silent=False, ignore_https_errors=True) as page:
+async def test_a_token_is_asked_for_and_kept_nowhere(asking: ManagerServer, keys: Keys, browser: Browser) -> None:
+    url = url_of(asking, "https")
+    async with (
+        calling(asking, keys.with_token("replica")) as stub,
+        looking(browser, url, silent=False, ignore_https_errors=True) as page,
+    ):
+        replica = ScriptedReplica(stub, "one")
+        await replica.open()
+        closed = manager_pb2.ReplicaHeartbeat(sequence=2, workers=replica.workers, closed_reason="it is closed")
+        await replica.stream.send(heartbeat=closed)
 
         async def enter(role: str) -> None:
             await page.locator("#token").fill(token(role))
@@ -539,12 +523,7 @@ async def test_relays_are_shown_with_what_they_hold(
 
 
 async def test_a_refusal_is_told_with_its_reason(manager: ManagerServer, stub: ManagerStub, browser: Browser) -> None:
-    trainers = [ScriptedTrainer(stub, 0, 2), ScriptedTrainer(stub, 1, 2)]
-    trainers[0].hold(some_weights())
-    trainers[1].hold(some_weights(sizes=(8, 6)))
-    for trainer in trainers:
-        await trainer.open()
-        await trainer.publish()
+    trainers = await ranks(stub, some_weights(), some_weights(sizes=(8, 6)))
     replica = ScriptedReplica(stub, "rollout-0")
     await replica.open()
     async with looking(browser, url_of(manager)) as page:
@@ -556,6 +535,6 @@ async def test_a_refusal_is_told_with_its_reason(manager: ManagerServer, stub: M
         await says(page, ".refusal", problem.message)
         await says(page, ".refusal", "ranks 0, 1")
         await says(page, "#refused-title", "Refused updates (1)")
-        await true(lambda: not manager.status().phase.startswith("gather"), "it is over")
+        await until(lambda: not manager.status().phase.startswith("gather"), "it is over")
         await says(page, ".refusal .badge", "invalid argument")
         await picture(page, "refusal")

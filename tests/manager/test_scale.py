@@ -2,13 +2,12 @@
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import torch
-from scripted_members import ScriptedReplica, ScriptedTrainer, stub_at
+from scripted_members import ScriptedReplica, ScriptedTrainer, manager_process, stub_at
 
 from ckpt_engine.channel import ManagerStub
 from ckpt_engine.v1 import manager_pb2
@@ -18,17 +17,9 @@ TENSORS = 50_000
 
 @pytest.fixture
 async def address(tmp_path: Path) -> AsyncIterator[str]:
-    """A manager in a process of its own: here it would share this test's interpreter lock."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "ckpt_engine", "manager", "--listen", "127.0.0.1:0", "--http", ""),
-        *("--ledger", str(tmp_path / "ledger.sqlite3")),
-        stderr=asyncio.subprocess.PIPE,
-    )
-    assert process.stderr is not None
-    line = (await asyncio.wait_for(process.stderr.readline(), 60)).decode()
-    yield dict(word.split("=", 1) for word in line.split() if "=" in word)["grpc"]
-    process.terminate()
-    await asyncio.wait_for(process.communicate(), 60)
+    """Of a manager in a process of its own."""
+    async with manager_process(tmp_path) as address:
+        yield address
 
 
 class Answers:

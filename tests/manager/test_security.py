@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import ssl
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import grpc.aio
-import httpx
 import pytest
 import trustme
-from scripted_members import ScriptedReplica, ScriptedTrainer, problem_of, put
+from manager_keys import GRANTS, Keys, calling, name, token
+from scripted_members import ScriptedReplica, ScriptedTrainer, put, refused
 
-from ckpt_engine.channel import ManagerStub, open_channel
+from ckpt_engine.channel import ManagerStub
 from ckpt_engine.channel import problem_of as client_problem
 from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.core.problems import CkptEngineError
@@ -25,82 +22,6 @@ from ckpt_engine.security.client import AUTHORITY, CERTIFICATE, KEY, SERVER_NAME
 from ckpt_engine.security.grants import TOKEN_CHARACTERS, Grant, Tokens, digest_of
 from ckpt_engine.security.server import ServerSecurity
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-
-GRANTS = {
-    "trainer": "trainer/run-*",
-    "replica": "replica/one",
-    "operator": "operator",
-    "viewer": "viewer",
-    "holder": "holder/node-*",
-}
-
-
-def token(role: str) -> str:
-    return f"secret-of-the-{role}-for-this-test"
-
-
-@dataclass
-class Keys:
-    """An authority, the manager's certificate and a tokens file, on disk."""
-
-    path: Path
-    authority: trustme.CA
-
-    def write(self, name: str, content: bytes) -> Path:
-        file = self.path / name
-        file.write_bytes(content)
-        return file
-
-    def issue(self, name: str, common_name: str | None = None, **fields: object) -> tuple[Path, Path]:
-        issued = self.authority.issue_cert("localhost", "127.0.0.1", common_name=common_name, **fields)  # type: ignore[arg-type]
-        chain = b"".join(blob.bytes() for blob in issued.cert_chain_pems)
-        return self.write(f"{name}.crt", chain), self.write(f"{name}.key", issued.private_key_pem.bytes())
-
-    @property
-    def authority_file(self) -> Path:
-        return self.write("ca.crt", self.authority.cert_pem.bytes())
-
-    @property
-    def tokens(self) -> Path:
-        lines = [f"{grant}  {digest_of(token(role)).hex()}  # {role}" for role, grant in GRANTS.items()]
-        return self.write("tokens", "\n".join(["# for the test", "", *lines]).encode())
-
-    def with_token(self, role: str) -> ClientSecurity:
-        return self.as_client({TOKEN_FILE: str(self.write(f"{role}.token", token(role).encode() + b"\n"))})
-
-    def as_client(self, environment: dict[str, str]) -> ClientSecurity:
-        return ClientSecurity.from_environment({AUTHORITY: str(self.authority_file), **environment})
-
-
-@pytest.fixture
-def keys(tmp_path: Path) -> Keys:
-    path = tmp_path / "keys"
-    path.mkdir()
-    return Keys(path, trustme.CA())
-
-
-@pytest.fixture
-async def asking(config: ManagerConfig, keys: Keys) -> AsyncIterator[ManagerServer]:
-    """A manager over TLS that asks for tokens."""
-    security = ServerSecurity(*keys.issue("server"), tokens=keys.tokens)
-    async with ManagerServer(replace(config, security=security, http="127.0.0.1:0")) as server:
-        yield server
-
-
-@contextlib.asynccontextmanager
-async def calling(server: ManagerServer, security: ClientSecurity) -> AsyncIterator[ManagerStub]:
-    async with open_channel(server.address, security) as channel:
-        yield ManagerStub(channel)
-
-
-async def refused(call: object) -> weights_pb2.Problem:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call  # type: ignore[misc]
-    return problem_of(caught.value)
-
-
-def name(problem: weights_pb2.Problem) -> str:
-    return weights_pb2.Problem.Code.Name(problem.code)
 
 
 async def test_a_session_speaks_for_the_name_that_its_token_grants(asking: ManagerServer, keys: Keys) -> None:
@@ -262,10 +183,7 @@ async def test_the_message_of_a_caller_without_a_token_is_not_read(asking: Manag
 
 
 async def test_http_asks_for_a_token_except_for_probes(asking: ManagerServer, keys: Keys) -> None:
-    url = f"https://{asking.http_address}"
-    async with httpx.AsyncClient(
-        base_url=url, verify=ssl.create_default_context(cafile=keys.authority_file)
-    ) as browser:
+    async with keys.browser(asking) as browser:
         assert (await browser.get("/healthz")).status_code == 200
         for route in ("/v1/replicas", "/metrics", "/openapi.json", "/docs"):
             answer = await browser.get(route)
@@ -277,21 +195,11 @@ async def test_http_asks_for_a_token_except_for_probes(asking: ManagerServer, ke
         assert (await browser.get("/v1/replicas", headers={"Authorization": "Bearer x"})).status_code == 401
 
 
-async def test_a_page_of_another_name_cannot_read_a_manager_on_loopback(config: ManagerConfig) -> None:
-    async with ManagerServer(replace(config, http="127.0.0.1:0")) as server:
-        async with httpx.AsyncClient(base_url=f"http://{server.http_address}") as browser:
-            answer = await browser.get("/v1/replicas", headers={"Host": "evil.example:80"})
-            assert (answer.status_code, answer.json()["code"]) == (403, "PERMISSION_DENIED")
-            for host in ("localhost", "127.0.0.1:1", "[::1]:8080"):
-                assert (await browser.get("/v1/replicas", headers={"Host": host})).status_code == 200
-
-
 async def test_other_machines_are_served_only_if_somebody_asks_who_calls(config: ManagerConfig, keys: Keys) -> None:
     for field in ("listen", "http"):
         with pytest.raises(CkptEngineError, match=r"other machines reach 0\.0\.0\.0"):
             await ManagerServer(replace(config, **{field: "0.0.0.0:0"})).start()  # type: ignore[arg-type]
-    asked = ServerSecurity(*keys.issue("server"), tokens=keys.tokens)
-    for security in (ServerSecurity(insecure=True), asked):
+    for security in (ServerSecurity(insecure=True), keys.asking):
         async with ManagerServer(replace(config, listen="0.0.0.0:0", security=security)):
             continue
 

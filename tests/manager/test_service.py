@@ -2,9 +2,6 @@
 
 import asyncio
 import hashlib
-import signal
-import sys
-import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +17,11 @@ from scripted_members import (
     ScriptedTrainer,
     Stream,
     get,
-    problem_of,
+    manager_process,
     put,
+    refused,
     some_weights,
     stub_at,
-    true,
 )
 
 from ckpt_engine.addresses import join_address, split_address
@@ -37,6 +34,9 @@ from ckpt_engine.machines.manager.machine import ManagerMachine
 from ckpt_engine.manager import shell
 from ckpt_engine.manager.service import SERVICES, ManagerConfig, ManagerServer, running_manager
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+from tests.waiting import until
+
+Code = weights_pb2.Problem.Code
 
 
 async def test_health_answers_and_ends_before_the_server(config: ManagerConfig) -> None:
@@ -78,20 +78,18 @@ async def test_a_session_begins_with_hello(stub: ManagerStub, kind: str) -> None
     envelope = manager_pb2.TrainerMessage if kind == "trainer" else manager_pb2.ReplicaMessage
     stream = Stream(stub.TrainerSession() if kind == "trainer" else stub.ReplicaSession(), envelope)
     await stream.send(goodbye=manager_pb2.Goodbye(reason="rude"))
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stream.next()
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "Goodbye came first" in problem_of(caught.value).message
+    problem = await refused(stream.next())
+    assert problem.code == Code.INVALID_ARGUMENT
+    assert "Goodbye came first" in problem.message
 
 
 async def test_a_silent_stream_is_closed(config: ManagerConfig) -> None:
     impatient = replace(config, deadlines=replace(config.deadlines, hello=0.3))
     async with ManagerServer(impatient) as server, stub_at(server.address) as stub:
         stream = Stream(stub.TrainerSession(), manager_pb2.TrainerMessage)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stream.next()
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert "0.3 s" in problem_of(caught.value).message
+        problem = await refused(stream.next())
+    assert problem.code == Code.DEADLINE_EXCEEDED
+    assert "0.3 s" in problem.message
 
 
 async def test_a_peer_that_ends_its_side_at_once_is_answered_first(
@@ -110,7 +108,7 @@ async def test_a_peer_that_ends_its_side_at_once_is_answered_first(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-async def test_sessions_show_in_the_status_until_they_end(stub: ManagerStub) -> None:
+async def test_sessions_show_in_the_status_until_they_end(manager: ManagerServer, stub: ManagerStub) -> None:
     trainer, replica = ScriptedTrainer(stub), ScriptedReplica(stub)
     welcome = await trainer.open()
     assert welcome.lease_seconds > welcome.heartbeat_seconds > 0
@@ -120,13 +118,7 @@ async def test_sessions_show_in_the_status_until_they_end(stub: ManagerStub) -> 
     assert [(found.name, found.connected) for found in status.replicas] == [("replica", True)]
     assert status.fence.cluster == welcome.fence.cluster
     replica.stream.call.cancel()
-    end = time.monotonic() + WAIT
-    while True:
-        status = await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60)
-        if not any(found.connected for found in status.replicas) or time.monotonic() > end:
-            break
-        await asyncio.sleep(0.02)
-    assert not any(found.connected for found in status.replicas)
+    await until(lambda: not any(found.connected for found in manager.status().replicas), "the session has ended")
 
 
 async def test_another_engine_under_a_connected_name_is_refused(stub: ManagerStub) -> None:
@@ -137,9 +129,9 @@ async def test_another_engine_under_a_connected_name_is_refused(stub: ManagerStu
         second = ScriptedReplica(stub)
         second.stream = Stream(stub.ReplicaSession(), manager_pb2.ReplicaMessage)
         await second.stream.send(hello=second.hello(agent_epoch=epoch))
-        refused = await second.stream.expect(manager_pb2.Refused)
-        assert refused.problem.code == weights_pb2.Problem.ABORTED
-        assert "with another engine" in refused.problem.message
+        answer = await second.stream.expect(manager_pb2.Refused)
+        assert answer.problem.code == Code.ABORTED
+        assert "with another engine" in answer.problem.message
     status = await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60)
     assert [(found.connected, found.workers[0].boot_id) for found in status.replicas] == [
         (True, first.workers[0].boot_id)
@@ -148,7 +140,7 @@ async def test_another_engine_under_a_connected_name_is_refused(stub: ManagerStu
 
 @pytest.mark.parametrize("change", ["rank", "lineage", "replica"])
 async def test_a_session_that_speaks_for_a_second_member_ends_and_leaves_nobody_connected(
-    stub: ManagerStub, change: str
+    manager: ManagerServer, stub: ManagerStub, change: str
 ) -> None:
     """Whatever it says hello as: else the first one would stay connected when the stream has ended."""
     member = ScriptedReplica(stub) if change == "replica" else ScriptedTrainer(stub, 0, 2)
@@ -162,17 +154,15 @@ async def test_a_session_that_speaks_for_a_second_member_ends_and_leaves_nobody_
             digest_format=DIGEST_FORMAT, lineage=lineage, rank=rank, world_size=2, session_id=member.session_id
         )
         await member.stream.send(hello=hello)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await member.stream.until(manager_pb2.PublicationAccepted)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "one session speaks for one member" in problem_of(caught.value).message
-    end = time.monotonic() + WAIT
-    while True:
-        status = await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60)
-        if not any(found.connected for found in (*status.trainers, *status.replicas)) or time.monotonic() > end:
-            break
-        await asyncio.sleep(0.02)
-    assert not any(found.connected for found in (*status.trainers, *status.replicas)), status
+    problem = await refused(member.stream.until(manager_pb2.PublicationAccepted))
+    assert problem.code == Code.INVALID_ARGUMENT
+    assert "one session speaks for one member" in problem.message
+
+    def nobody() -> bool:
+        status = manager.status()
+        return not any(found.connected for found in (*status.trainers, *status.replicas))
+
+    await until(nobody, "none is connected")
 
 
 async def test_blobs_over_the_wire(stub: ManagerStub) -> None:
@@ -191,14 +181,9 @@ async def test_a_corrupt_blob_is_refused(stub: ManagerStub) -> None:
     async def chunks() -> AsyncIterator[manager_pb2.BlobChunk]:
         yield manager_pb2.BlobChunk(ref=ref, data=b"wrong")
 
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.PutBlob(chunks(), timeout=60)
-    assert caught.value.code() is grpc.StatusCode.DATA_LOSS
-    assert problem_of(caught.value).code == weights_pb2.Problem.DATA_LOSS
+    assert (await refused(stub.PutBlob(chunks(), timeout=60))).code == Code.DATA_LOSS
     assert not (await stub.HasBlob(ref, timeout=60)).present
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await get(stub, ref)
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert (await refused(get(stub, ref))).code == Code.NOT_FOUND
 
 
 async def test_an_oversized_blob_is_refused(stub: ManagerStub, config: ManagerConfig) -> None:
@@ -271,21 +256,15 @@ async def test_stopping_tells_members_and_callers(config: ManagerConfig) -> None
         await first.publish()
         await replica.open()
         call = first.update()  # waits for rank 1, which never comes
-        await true(lambda: server.status().phase != "idle", "the call is known")
+        await until(lambda: server.status().phase != "idle", "the call is known")
         stopping = asyncio.ensure_future(server.stop())
         await asyncio.sleep(0.2)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:  # nobody new is let in while the call may still finish
-            await ScriptedReplica(stub, "late").open()
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert not call.done()
+        late = await refused(ScriptedReplica(stub, "late").open())
+        assert (late.code, call.done()) == (Code.UNAVAILABLE, False), "no new member while the call may still finish"
         await asyncio.wait_for(stopping, WAIT)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "stopping" in problem_of(caught.value).message
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await replica.stream.until(manager_pb2.Refused)
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        problem = await refused(call)
+        assert (problem.code, "stopping" in problem.message) == (Code.UNAVAILABLE, True)
+        assert (await refused(replica.stream.until(manager_pb2.Refused))).code == Code.UNAVAILABLE
 
 
 async def test_a_machine_that_raises_ends_the_manager_and_everybody_is_told(
@@ -313,17 +292,14 @@ async def test_a_machine_that_raises_ends_the_manager_and_everybody_is_told(
         while not server._shell._calls:  # noqa: ASYNC110 - the call is on its way
             await asyncio.sleep(0.01)
         await sender.stream.send(progress=manager_pb2.Progress())
-        refused = await sender.stream.next()  # and not what the event had commanded
-        assert isinstance(refused, manager_pb2.Refused)
-        assert refused.problem.code == weights_pb2.Problem.INTERNAL
-        assert "the manager failed on Progress: ZeroDivisionError('a defect of ours')" in refused.problem.message
+        answer = await sender.stream.expect(manager_pb2.Refused)  # and not what the event had commanded
+        assert answer.problem.code == Code.INTERNAL
+        assert "the manager failed on Progress: ZeroDivisionError('a defect of ours')" in answer.problem.message
         for stream in (other.stream, first.stream):
             told = await stream.until(manager_pb2.Refused)
             assert told.problem.code == weights_pb2.Problem.UNAVAILABLE
             assert "a defect of ours" in told.problem.message
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert (await refused(call)).code == Code.UNAVAILABLE
         for late in (ScriptedReplica(stub, "late").open(), ScriptedTrainer(stub, lineage="late").update()):
             with pytest.raises((grpc.aio.AioRpcError, AssertionError), match=r"UNAVAILABLE|the manager ends"):
                 await late
@@ -365,19 +341,5 @@ def test_addresses() -> None:
 
 
 async def test_serve_runs_until_it_is_told_to_end(tmp_path: Path) -> None:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "ckpt_engine", "manager", "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0"),
-        *("--ledger", str(tmp_path / "ledger.sqlite3")),
-        stderr=asyncio.subprocess.PIPE,
-    )
-    assert process.stderr is not None
-    line = (await asyncio.wait_for(process.stderr.readline(), 60)).decode()
-    assert "manager started" in line
-    address = dict(word.split("=", 1) for word in line.split() if "=" in word)["grpc"]
-    async with stub_at(address) as stub:
+    async with manager_process(tmp_path) as address, stub_at(address) as stub:
         assert (await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60)).fence.cluster
-    process.send_signal(signal.SIGTERM)
-    _, rest = await asyncio.wait_for(process.communicate(), 30)
-    assert process.returncode == 0
-    assert "manager stopped" in rest.decode()
-    assert "Traceback" not in rest.decode()

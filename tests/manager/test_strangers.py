@@ -2,13 +2,21 @@
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_members import HOST, ScriptedReplica, ScriptedTrainer, Stream, some_weights, stub_at
+from scripted_members import (
+    HOST,
+    ScriptedReplica,
+    ScriptedTrainer,
+    Stream,
+    manager_process,
+    one_update,
+    some_weights,
+    stub_at,
+)
 
 from ckpt_engine.channel import ManagerStub
 from ckpt_engine.core.deadlines import Deadlines
@@ -25,19 +33,9 @@ STRANGERS = 10_000
 
 @pytest.fixture
 async def address(tmp_path: Path) -> AsyncIterator[str]:
-    """A manager in a process of its own."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "ckpt_engine", "manager", "--listen", "127.0.0.1:0", "--http", ""),
-        *("--ledger", str(tmp_path / "ledger.sqlite3")),
-        stderr=asyncio.subprocess.PIPE,
-    )
-    assert process.stderr is not None
-    line = (await asyncio.wait_for(process.stderr.readline(), 60)).decode()
-    drain = asyncio.ensure_future(process.stderr.read())
-    yield dict(word.split("=", 1) for word in line.split() if "=" in word)["grpc"]
-    process.terminate()
-    await asyncio.wait_for(process.wait(), 60)
-    await drain
+    """Of a manager in a process of its own."""
+    async with manager_process(tmp_path) as address:
+        yield address
 
 
 class Strangers:
@@ -93,11 +91,7 @@ async def flood(address: str, count: int) -> None:
             async with trainer.stream.beating(manager_pb2.Heartbeat):
                 coming = asyncio.ensure_future(strangers.come())
                 await strangers.until(count // 2, coming)
-                call = trainer.update(min_replicas=1)
-                await replica.prepare()
-                await trainer.seal()
-                await replica.install()
-                report = (await call)[-1].report
+                report = await one_update([trainer], [replica], prepares=True, min_replicas=1)
                 assert report.ok, report
                 # One stranger may be connected when the update begins.
                 assert len(report.replicas) <= 2, report
@@ -137,11 +131,7 @@ async def test_what_strangers_that_stay_do_to_an_update(address: str, named: boo
         await trainer.join(some_weights())
         await stack.enter_async_context(trainer.stream.beating(manager_pb2.Heartbeat))
         wish: dict[str, Any] = {"replicas": ["replica"]} if named else {"min_replicas": 1, "timeout_seconds": 20.0}
-        call = trainer.update(**wish)
-        await replica.prepare()
-        await trainer.seal()
-        await replica.install()
-        report = (await call)[-1].report
+        report = await one_update([trainer], [replica], prepares=True, **wish)
         assert report.ok, report
         found = {each.replica: each.outcome for each in report.replicas}
         assert found["replica"] == manager_pb2.OUTCOME_NEW_SERVING

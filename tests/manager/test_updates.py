@@ -1,58 +1,44 @@
-"""Whole updates and refused ones, driven by scripted members over real channels."""
+"""Whole updates and refused ones, driven by scripted members over real channels.
+
+What each side says is its own tests' (tests/trainer, tests/agent); when an update is refused, the simulation's.
+"""
 
 import asyncio
 import sqlite3
-from typing import Any
 
 import grpc.aio
 import pytest
 import torch
-from scripted_members import WAIT, ScriptedReplica, ScriptedTrainer, get, problem_of, some_weights, true
+from scripted_members import (
+    WAIT,
+    ScriptedReplica,
+    ScriptedTrainer,
+    get,
+    one_update,
+    pair,
+    problem_of,
+    ranks,
+    refused,
+    some_weights,
+)
 
 from ckpt_engine.channel import ManagerStub
 from ckpt_engine.digest.boxes import digest_box
 from ckpt_engine.manager.service import ManagerServer
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.sealing import root
+from tests.waiting import until
 
 Code = weights_pb2.Problem.Code
 
 
-async def refused(call: "asyncio.Task[Any]") -> weights_pb2.Problem:
-    """The Problem of a call that must fail; its code must be the status."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    problem = problem_of(caught.value)
-    assert caught.value.code().name == Code.Name(problem.code)
-    assert caught.value.details() == problem.message
-    return problem
-
-
-async def one_update(
-    trainers: list[ScriptedTrainer], replicas: list[ScriptedReplica], prepares: bool, **fields: Any
-) -> manager_pb2.UpdateReport:
-    calls = [trainer.update(**fields) for trainer in trainers]
-    if prepares:
-        await asyncio.gather(*(replica.prepare() for replica in replicas))
-    await asyncio.gather(*(trainer.seal() for trainer in trainers))
-    await asyncio.gather(*(replica.install() for replica in replicas))
-    reports = [(await call)[-1].report for call in calls]
-    assert all(report == reports[0] for report in reports)
-    return reports[0]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("count", [1, 2])
 async def test_an_update_reaches_every_worker_with_what_was_sealed(
-    manager: ManagerServer, stub: ManagerStub, ranks: int
+    manager: ManagerServer, stub: ManagerStub, count: int
 ) -> None:
     weights = some_weights()
-    trainers = [ScriptedTrainer(stub, rank, ranks) for rank in range(ranks)]
+    trainers = await ranks(stub, *[weights] * count)
     replicas = [ScriptedReplica(stub, "a", workers=2), ScriptedReplica(stub, "b")]
-    for trainer in trainers:
-        trainer.hold(weights)
-        await trainer.open()
-    for trainer in trainers:
-        await trainer.publish()
     for trainer in trainers:
         await trainer.stream.until(manager_pb2.PublicationAccepted)
     for replica in replicas:
@@ -68,7 +54,7 @@ async def test_an_update_reaches_every_worker_with_what_was_sealed(
     expected = weights_pb2.Digests.FromString(await get(stub, order.workers[1].expected))
     assert list(expected.values) == sums
     plan = weights_pb2.WorkerPlan.FromString(await get(stub, order.workers[0].plan))
-    assert {source.rank for source in plan.sources} == set(range(ranks))
+    assert {source.rank for source in plan.sources} == set(range(count))
     assert plan.bytes == sum(tensor.nbytes for tensor in weights.values())
     manifest = weights_pb2.Manifest.FromString(b"".join([await get(stub, (await publication(trainers[0])).manifest)]))
     assert report.identity.root == root(manifest, sums)
@@ -92,11 +78,7 @@ async def publication(trainer: ScriptedTrainer) -> manager_pb2.PublicationAccept
 
 
 async def test_a_missing_rank_is_named_after_the_deadline(stub: ManagerStub) -> None:
-    first, second = ScriptedTrainer(stub, 0, 2), ScriptedTrainer(stub, 1, 2)
-    for trainer in (first, second):
-        trainer.hold(some_weights())
-        await trainer.open()
-        await trainer.publish()
+    first, _ = await ranks(stub, some_weights(), some_weights())
     replica = ScriptedReplica(stub)
     await replica.open()
     problem = await refused(first.update(timeout_seconds=3.0))
@@ -106,15 +88,10 @@ async def test_a_missing_rank_is_named_after_the_deadline(stub: ManagerStub) -> 
 
 
 async def test_disagreeing_ranks_are_refused_naming_tensor_and_ranks(stub: ManagerStub) -> None:
-    first, second = ScriptedTrainer(stub, 0, 2), ScriptedTrainer(stub, 1, 2)
-    first.hold(some_weights())
-    second.hold(some_weights(sizes=(8, 6)))
-    for trainer in (first, second):
-        await trainer.open()
-        await trainer.publish()
+    trainers = await ranks(stub, some_weights(), some_weights(sizes=(8, 6)))
     replica = ScriptedReplica(stub)
     await replica.open()
-    for call in [trainer.update(timeout_seconds=WAIT) for trainer in (first, second)]:
+    for call in [trainer.update(timeout_seconds=WAIT) for trainer in trainers]:
         problem = await refused(call)
         assert problem.code == Code.INVALID_ARGUMENT
         assert sorted(problem.ranks) == [0, 1]
@@ -122,74 +99,21 @@ async def test_disagreeing_ranks_are_refused_naming_tensor_and_ranks(stub: Manag
     assert replica.installed == []
 
 
-async def test_a_second_update_is_refused_while_one_runs(stub: ManagerStub) -> None:
-    trainer, replica = ScriptedTrainer(stub), ScriptedReplica(stub)
-    await trainer.join(some_weights())
-    await replica.open()
-    running = trainer.update()
-    await replica.stream.until(manager_pb2.Prepare)
-    problem = await refused(trainer.update())
-    assert problem.code == Code.ABORTED
-    running.cancel()
-
-
 async def test_a_caller_that_goes_away_may_call_again(manager: ManagerServer, stub: ManagerStub) -> None:
-    trainers = [ScriptedTrainer(stub, rank, 2) for rank in range(2)]
-    for trainer in trainers:
-        trainer.hold(some_weights())
-        await trainer.open()
-    for trainer in trainers:
-        await trainer.publish()
+    trainers = await ranks(stub, some_weights(), some_weights())
     replica = ScriptedReplica(stub)
     await replica.open()
     gone = trainers[0].update()
-    await true(lambda: manager.status().phase != "idle", "the call is known")
+    await until(lambda: manager.status().phase != "idle", "the call is known")
     gone.cancel()
-    await true(lambda: manager.status().phase == "idle", "it is known to have gone")
+    await until(lambda: manager.status().phase == "idle", "it is known to have gone")
     assert (await one_update(trainers, [replica], prepares=True)).ok
-
-
-async def test_an_update_without_a_replica_is_refused(stub: ManagerStub) -> None:
-    trainer = ScriptedTrainer(stub)
-    await trainer.join(some_weights())
-    problem = await refused(trainer.update(timeout_seconds=3.0))
-    assert problem.code in (Code.FAILED_PRECONDITION, Code.UNAVAILABLE)
-    assert "replica" in problem.message
-
-
-async def test_going_backwards_is_refused(stub: ManagerStub) -> None:
-    trainer, replica = ScriptedTrainer(stub), ScriptedReplica(stub)
-    await trainer.join(some_weights())
-    await replica.open()
-    assert (await one_update([trainer], [replica], prepares=True, version=5)).ok
-    problem = await refused(trainer.update(version=4))
-    assert problem.code in (Code.FAILED_PRECONDITION, Code.INVALID_ARGUMENT)
-    assert "4" in problem.message
-    assert "5" in problem.message
-
-
-async def test_a_late_replica_is_brought_to_what_stays_sealed(manager: ManagerServer, stub: ManagerStub) -> None:
-    trainer, first, late = ScriptedTrainer(stub), ScriptedReplica(stub, "first"), ScriptedReplica(stub, "late")
-    await trainer.join(some_weights(), stays_sealed=True)
-    await first.open()
-    report = await one_update([trainer], [first], prepares=True)
-    await late.open()
-    await late.prepare()
-    install = await late.install()  # nobody digests anything: all that it needs is in the record
-    assert install.identity == report.identity
-    assert install.fence.epoch > report.fence.epoch
-    assert len(first.installed) == 1
-    roots = {report.identity.root}
-    await true(lambda: {each.identity.root for each in manager.status().replicas} == roots, "both hold it")
-    assert [replica.identity for replica in manager.status().replicas] == [report.identity] * 2
 
 
 async def test_a_ledger_that_cannot_be_written_refuses_before_anything_is_touched(
     manager: ManagerServer, stub: ManagerStub
 ) -> None:
-    trainer, replica = ScriptedTrainer(stub), ScriptedReplica(stub)
-    await trainer.join(some_weights())
-    await replica.open()
+    trainer, replica = await pair(stub)
     with sqlite3.connect(manager.ledger.path) as damage:
         damage.execute("DROP TABLE intents")
     damage.close()
@@ -237,37 +161,6 @@ async def test_a_long_problem_still_arrives(stub: ManagerStub) -> None:
     problem = problem_of(caught.value)
     assert problem.message.startswith("missing part [3:4] of tensor xxx")
     assert list(problem.ranks) == [0]
-
-
-async def test_a_model_that_cannot_be_loaded_refuses_the_update(stub: ManagerStub) -> None:
-    trainer, replica = ScriptedTrainer(stub), ScriptedReplica(stub)
-    await trainer.join(some_weights())
-    await replica.open()
-    call = trainer.update()
-    order = await replica.stream.until(manager_pb2.Prepare)
-    why = weights_pb2.Problem(code=Code.FAILED_PRECONDITION, message="wrong model", tensors=["head.weight"])
-    await replica.stream.send(
-        prepared=manager_pb2.Prepared(fence=order.fence, manifest_digest=order.manifest.digest, problem=why)
-    )
-    problem = await refused(call)
-    assert problem.code == Code.FAILED_PRECONDITION
-    assert "wrong model" in problem.message
-    assert list(problem.tensors) == ["head.weight"]
-    assert replica.installed == []
-
-
-async def test_a_rank_that_cannot_seal_refuses_the_update(stub: ManagerStub) -> None:
-    trainer, replica = ScriptedTrainer(stub), ScriptedReplica(stub)
-    await trainer.join(some_weights())
-    await replica.open()
-    call = trainer.update()
-    await replica.prepare()
-    order = await trainer.stream.until(manager_pb2.Seal)
-    why = weights_pb2.Problem(code=Code.FAILED_PRECONDITION, message="the weights moved")
-    await trainer.stream.send(sealed=manager_pb2.Sealed(fence=order.fence, atoms=order.atoms, problem=why))
-    problem = await refused(call)
-    assert "the weights moved" in problem.message
-    assert replica.installed == []
 
 
 async def test_an_engine_that_fails_to_prepare_is_left_out_and_the_others_are_updated(

@@ -9,13 +9,20 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from scripted_members import WAIT, ScriptedReplica, ScriptedTrainer, problem_of, some_weights, stub_at
+from scripted_members import (
+    WAIT,
+    ScriptedReplica,
+    one_update,
+    pair,
+    refused,
+    stub_at,
+)
 
 from ckpt_engine.channel import ManagerStub
 from ckpt_engine.core.enums import enum_word
 from ckpt_engine.manager import watchers
 from ckpt_engine.manager.service import ManagerConfig, ManagerServer
-from ckpt_engine.v1 import manager_pb2
+from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Told = manager_pb2.WatchReplicasResponse
 
@@ -52,9 +59,7 @@ async def test_a_watcher_sees_replicas_come_get_a_version_and_go(stub: ManagerSt
     watch = Watch(stub)
     first = await watch.read()
     assert (list(first.replicas), first.settling, bool(first.run)) == ([], False, True)
-    trainer, replica = ScriptedTrainer(stub), ScriptedReplica(stub, "one")
-    await trainer.join(some_weights())
-    await replica.open()
+    trainer, replica = await pair(stub, "one")
     seen = await watch.until("one", manager_pb2.REPLICA_STATE_SERVING)
     assert (seen.url, seen.engine, seen.HasField("identity")) == ("http://127.0.0.1:1", "scripted", False)
 
@@ -105,14 +110,8 @@ async def test_nothing_new_is_told_as_that_the_manager_lives(config: ManagerConf
 
 async def test_a_manager_that_restarted_says_that_more_may_come(config: ManagerConfig) -> None:
     async with ManagerServer(config) as server, stub_at(server.address) as stub:
-        trainer, replica = ScriptedTrainer(stub), ScriptedReplica(stub, "one")
-        await trainer.join(some_weights())
-        await replica.open()
-        call = trainer.update()
-        await replica.prepare()
-        await trainer.seal()
-        await replica.install()
-        assert (await call)[-1].report.ok
+        trainer, replica = await pair(stub, "one")
+        assert (await one_update([trainer], [replica], prepares=True)).ok
         watch = Watch(stub)
         before = await watch.read()
         stopping = asyncio.ensure_future(server.stop())
@@ -132,8 +131,6 @@ async def test_watchers_are_bounded(stub: ManagerStub, monkeypatch: pytest.Monke
     one = Watch(stub)
     await one.read()
     other: Any = stub.WatchReplicas(manager_pb2.WatchReplicasRequest())
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in other:
-            pass
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert "carries no more" in problem_of(caught.value).message
+    problem = await refused(other.read())
+    assert problem.code == weights_pb2.Problem.UNAVAILABLE
+    assert "carries no more" in problem.message

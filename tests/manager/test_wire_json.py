@@ -9,8 +9,7 @@ import httpx
 import pytest
 from google.protobuf.json_format import Parse
 from google.protobuf.message import Message
-from scripted_members import ScriptedReplica, ScriptedTrainer, some_weights
-from test_updates import one_update, refused
+from scripted_members import ScriptedReplica, ScriptedTrainer, one_update, refused, some_weights
 
 from ckpt_engine import CkptEngineError
 from ckpt_engine.channel import ManagerStub
@@ -20,12 +19,6 @@ from ckpt_engine.manager import update_records
 from ckpt_engine.manager.service import ManagerConfig, ManagerServer
 from ckpt_engine.v1 import manager_pb2, page_pb2, weights_pb2
 from tests.timeline.past_updates import write_past_updates
-
-
-@pytest.fixture
-async def client(manager: ManagerServer) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"http://{manager.http_address}", timeout=60, trust_env=False) as made:
-        yield made
 
 
 async def test_every_route_answers_a_message_and_the_one_that_grpc_answers(

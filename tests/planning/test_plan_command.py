@@ -227,6 +227,21 @@ def test_a_config_of_a_stranger_is_refused_in_words(run: Run, tmp_path: Path, co
     assert len(shown.stderr) < 1000
 
 
+def test_stage_memory_takes_the_relay_out_of_the_pause(run: Run) -> None:
+    def pause(*options: str) -> float:
+        result = run("qwen", "--prefetch", "always", "--json", *options)
+        assert result.exit_code == 0, result.output
+        found: float = json.loads(result.stdout)["time"]["pause_seconds"]
+        return found
+
+    plain, half, whole = pause(), pause("--stage-memory", "8.19GB"), pause("--stage-memory", "auto")
+    assert whole < 0.04 < half < plain
+    assert half == pytest.approx((plain + whole) / 2, rel=0.05)
+    wrong = run("qwen", "--stage-memory", "much")
+    assert wrong.exit_code == 1
+    assert "--stage-memory 'much' is not an amount of memory" in wrong.output
+
+
 def test_a_rate_that_is_not_known_is_no_prediction(run: Run) -> None:
     """Nobody measured what a GPU reads from files itself."""
     shown = run("qwen", "--trainer", "files", "--no-relays")

@@ -20,6 +20,7 @@ from ckpt_engine.engine.adapter import AdapterSettings
 from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine_adapters.reference.driver import ReferenceAdapter, launch_plan
 from tests.ports import free_port
+from tests.waiting import alive
 
 START_SECONDS = 300.0
 CALL_SECONDS = 60.0
@@ -120,11 +121,3 @@ async def events(
         async for line in answer.aiter_lines():
             if line:
                 yield json.loads(line.removeprefix("data: "))
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False

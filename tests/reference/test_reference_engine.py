@@ -1,11 +1,14 @@
-"""The reference engine as its users and an agent see it: real server, real workers, weights through our own channel."""
+"""The reference engine as its users and an agent see it: real server, real workers, weights through our own channel.
+
+What pause modes do to running requests is asked in tests/conformance, of this engine too.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -17,17 +20,12 @@ from tests.reference.conftest import PADDED_VOCABULARY, TOKENS, Version
 from tests.reference.engine_process import CALL_SECONDS, EngineProcess, events, generate
 from tests.reference.tiny_agent import RefusedError, TinyAgent
 from tests.tiny_model import DECISIVE_GAP, ROUNDING, reference_tokens, regrets
+from tests.waiting import until
 
 Versions = tuple[Version, Version]
 LONG = 400  # tokens; enough that a pause comes in the middle, and not more than the model has room for
-TRIES = 10  # on a busy machine a request may end before a pause comes
 BEGUN = 3  # tokens after which a pause is sent
-KEEP, ABORT, WAIT, IN_PLACE = (
-    manager_pb2.PAUSE_MODE_KEEP,
-    manager_pb2.PAUSE_MODE_ABORT,
-    manager_pb2.PAUSE_MODE_WAIT,
-    manager_pb2.PAUSE_MODE_IN_PLACE,
-)
+KEEP, ABORT, WAIT = manager_pb2.PAUSE_MODE_KEEP, manager_pb2.PAUSE_MODE_ABORT, manager_pb2.PAUSE_MODE_WAIT
 
 
 @contextlib.asynccontextmanager
@@ -66,14 +64,6 @@ async def begin(client: httpx.AsyncClient, version: Version, length: int = LONG)
 async def finished(task: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
     async with asyncio.timeout(CALL_SECONDS):
         return await task
-
-
-async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    for _ in range(int(seconds / 0.02)):
-        if condition():
-            return
-        await asyncio.sleep(0.02)
-    pytest.fail(f"not so after {seconds} s")
 
 
 @pytest.mark.parametrize("which", ["one_worker", "two_workers"])
@@ -172,59 +162,6 @@ async def test_a_body_that_comes_slowly_is_admitted_under_one_version_and_answer
     assert answer.json()["weight_versions"] == [{"version": new.number, "start": 0, "end": TOKENS}]
     said = {name: value for name, value in answer.headers.items() if name.startswith("x-ckpt-engine")}
     assert said == {"x-ckpt-engine-admitted-version": str(old.number), "x-ckpt-engine-admitted-root": admitted}
-
-
-async def test_keep_goes_on_with_new_weights_and_computes_its_cache_anew(
-    two_workers: EngineProcess, versions: Versions
-) -> None:
-    old, new = versions
-    async with serving(two_workers, old) as (agent, client):
-        running = await begin(client, old)
-        await agent.adapter.pause(KEEP, CALL_SECONDS)
-        await agent.install(new.model, new.number)
-        await agent.adapter.resume(CALL_SECONDS)
-        answer = await finished(running)
-    output, first = answer["output_ids"], answer["weight_versions"][0]["end"]
-    assert BEGUN <= first < LONG
-    assert answer["weight_versions"] == [
-        {"version": old.number, "start": 0, "end": first},
-        {"version": new.number, "start": first, "end": LONG},
-    ]
-    assert max(regrets(old.model, old.prompt, output[:first])) < ROUNDING
-    assert max(regrets(new.model, old.prompt + output[:first], output[first:])) < ROUNDING
-
-
-async def test_in_place_goes_on_with_new_weights_over_the_old_cache(
-    one_worker: EngineProcess, versions: Versions
-) -> None:
-    old, new = versions
-    async with serving(one_worker, old) as (agent, client):
-        running = await begin(client, old)
-        await agent.adapter.pause(IN_PLACE, CALL_SECONDS)
-        await agent.install(new.model, new.number)
-        await agent.adapter.resume(CALL_SECONDS)
-        answer = await finished(running)
-    first = answer["weight_versions"][0]["end"]
-    assert [span["version"] for span in answer["weight_versions"]] == [old.number, new.number]
-    # Neither version alone explains these tokens: the cache is of the old one, the weights are of the new one.
-    tail = answer["output_ids"][first:]
-    for version in versions:
-        assert max(regrets(version.model, old.prompt + answer["output_ids"][:first], tail)) > ROUNDING
-
-
-async def test_abort_ends_running_requests_with_what_they_have(one_worker: EngineProcess, versions: Versions) -> None:
-    version = versions[0]
-    async with serving(one_worker, version) as (agent, client):
-        for _ in range(TRIES):
-            running = await begin(client, version)
-            await agent.adapter.pause(ABORT, CALL_SECONDS)
-            answer = await finished(running)
-            if answer["finish_reason"] == "abort":
-                break
-            await agent.adapter.resume(CALL_SECONDS)  # it had ended before the pause came
-        assert answer["finish_reason"] == "abort"
-        assert BEGUN <= len(answer["output_ids"]) < LONG
-        assert max(regrets(version.model, version.prompt, answer["output_ids"])) < ROUNDING
 
 
 async def test_wait_lets_running_requests_finish_with_old_weights_and_new_ones_wait(

@@ -23,6 +23,7 @@ from ckpt_engine.gate.page import WorkerWord
 from ckpt_engine.machines import events
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from tests.simulation.collective import Communicator
+from tests.simulation.early import Stage, bring_early, key_of
 from tests.simulation.hosts import HOST, WORKERS_READ, locator_of, ways
 from tests.simulation.parts import worker_joins, worker_part
 from tests.simulation.shell import Faults
@@ -58,6 +59,8 @@ class Worker:
     frozen: bool = False  # its process is stopped
     asked: int = 0
     order: tuple[int, float] = (0, 0.0)  # epoch and end of the install order that it carries out
+    stage: Stage = field(default_factory=Stage)
+    asking: Signal | None = None  # set when the question before has its answer
 
     def word(self) -> WorkerWord:
         """Its state word, as it stays in the page when the worker dies."""
@@ -119,6 +122,7 @@ class Engine:
         worker.alive = False
         if worker.process is not None:
             worker.process.kill()
+        worker.stage.kill()
 
     def held_by_another(self, agent: Agent | None) -> bool:
         """Whether another agent that lives holds the lock in the engine's directory."""
@@ -234,11 +238,14 @@ class Engine:
         """As in EngineWorker.discard: the word says that there is nothing."""
         for worker in self.workers:
             worker.state, worker.identity, worker.ready = NONE, None, frozenset()
+            worker.stage.empty()
 
     def _sleep(self, level: int) -> None:
         """At level 2 a worker says that it holds nothing before that is so. A request may still come a moment later."""
         self.asleep = set(TAGS)
         self.paused = self.paused or self.in_order
+        for worker in self.workers:
+            worker.stage.empty()
         if level == 2:
             self._discard()
             self.discarded = True
@@ -257,8 +264,19 @@ class Engine:
 
     # -- what workers do
 
+    def ask(self, worker: Worker, request: worker_pb2.WorkerRequest, patience: float) -> Steps:
+        """Asks until there is an answer, or for so many seconds. One question follows the other."""
+        if not worker.stage.there:
+            return (yield from self._ask(worker, request, patience))
+        before, worker.asking = worker.asking, Signal()
+        mine = worker.asking
+        if before is not None:
+            yield before
+        reply = yield from self._ask(worker, request, patience)
+        mine.set()
+        return reply
+
     def _ask(self, worker: Worker, request: worker_pb2.WorkerRequest, patience: float) -> Steps:
-        """Asks until there is an answer, or for so many seconds."""
         worker.asked += 1
         request.rank, request.boot_id, request.sequence = worker.rank, worker.boot_id, worker.asked
         end = self.world.now + patience
@@ -274,7 +292,8 @@ class Engine:
         return None
 
     def _prepare(self, worker: Worker) -> Steps:
-        reply = yield from self._ask(worker, _request(want_prepare=worker_pb2.WantOrder()), 3.0)
+        reply = yield from self.ask(worker, _request(want_prepare=worker_pb2.WantOrder()), 3.0)
+        yield from worker.stage.stop()
         if reply is not None and reply.HasField("ready"):
             yield from self._get_ready(worker, reply.ready)
             return
@@ -289,7 +308,7 @@ class Engine:
             prepared.needs = json.dumps([*own, model]).encode()
         else:
             prepared.problem.CopyFrom(invalid(f"this engine cannot load {model}").problem)
-        yield from self._ask(worker, _request(prepared=prepared), 3.0)
+        yield from self.ask(worker, _request(prepared=prepared), 3.0)
 
     def _get_ready(self, worker: Worker, order: worker_pb2.ReadyOrder) -> Steps:
         """It keeps two plans: the one that it was ready for last, and this one."""
@@ -309,7 +328,13 @@ class Engine:
             ready.problem.CopyFrom(error.problem)
         made = [] if worker.communicator is None else [worker.communicator[0]]
         ready.plans.extend([*sorted(worker.ready), *made])
-        yield from self._ask(worker, _request(ready=ready), 3.0)
+        ready.stages = worker.stage.there
+        if worker.stage.there and not (order.asleep or order.HasField("collective") or ready.HasField("problem")):
+            ready.early_bytes = SLICES
+            process = self.world.spawn(bring_early(self, worker, order))
+            worker.stage.begin(process)
+            self._processes.append(process)
+        yield from self.ask(worker, _request(ready=ready), 3.0)
 
     def _unopened(self, worker: Worker, plan: Mapping[str, str]) -> list[weights_pb2.Unopened]:
         """The sources of a plan that the system does not let a worker open, which its manager cannot know."""
@@ -332,7 +357,8 @@ class Engine:
         return bool(self.faults.cannot_open) and self._shut[key]
 
     def _install(self, worker: Worker) -> Steps:
-        reply = yield from self._ask(worker, _request(want_install=worker_pb2.WantOrder()), 3.0)
+        reply = yield from self.ask(worker, _request(want_install=worker_pb2.WantOrder()), 3.0)
+        yield from worker.stage.stop()
         if reply is None or not reply.HasField("install"):
             return
         order = reply.install
@@ -359,13 +385,14 @@ class Engine:
         worker.order = 0, 0.0
         report = manager_pb2.WorkerReport(rank=worker.rank, bytes=SLICES, verified=SLICES, problem=problem)
         installed = worker_pb2.WorkerInstalled(fence=order.fence, report=report)
-        yield from self._ask(worker, _request(installed=installed), 3.0)
+        yield from self.ask(worker, _request(installed=installed), 3.0)
 
     def _check_fence(self, worker: Worker, order: worker_pb2.InstallOrder) -> None:
         worker.check_fence(order.fence)
 
     def _read(self, worker: Worker, order: worker_pb2.InstallOrder, end: float) -> Steps:
         plan, expected = json.loads(order.plan), json.loads(order.expected)
+        early = worker.stage.tags if worker.stage.held == key_of(order.plan, order.expected) else None
         worker.state, worker.epoch = DIRTY, order.fence.epoch
         for index in range(SLICES):
             yield self.world.between(0.001, 0.03)
@@ -375,6 +402,9 @@ class Engine:
                 raise unavailable("the simulator made this worker fail in the middle")
             if self.world.chance(self.faults.read_late):
                 yield self.world.between(0.2, 6.0)
+            if early is not None:
+                worker.weights[index] = early[index]
+                continue
             if self.cannot_open(worker, bytes.fromhex(plan[str(index)])):
                 raise BrokenPromiseError(f"{self.name} was paused for memory that it cannot open")
             source = self.truth.sources[bytes.fromhex(plan[str(index)])]
@@ -387,10 +417,11 @@ class Engine:
         progress = worker_pb2.WorkerProgress(
             fence=order.fence, stage=manager_pb2.STAGE_TRANSFER, bytes_done=SLICES, bytes_total=SLICES
         )
-        yield from self._ask(worker, worker_pb2.WorkerRequest(progress=progress), 0.1)
+        yield from self.ask(worker, worker_pb2.WorkerRequest(progress=progress), 0.1)
         if {str(index): tag for index, tag in enumerate(worker.weights)} != expected:
             raise data_loss("what was read is not what was sealed")
         worker.state, worker.identity = CLEAN, order.identity
+        worker.stage.held = None
 
 
 def _request(

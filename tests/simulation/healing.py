@@ -122,9 +122,11 @@ class Healed:
             self.scenario.start_group(kind="live", model="model A", pool=pool)
         groups = self.scenario.groups[-len(pools) :]
         self.world.run(self.world.now + 8.0)
-        if self.scenario.slant.collective:
+        if self.scenario.slant.collective or self.scenario.slant.early:
             for group in groups:
-                group.gone = True  # a run that leaves in the middle of a collective leaves its replicas dirty
+                # A run that leaves in the middle of a collective leaves its replicas dirty, and one that leaves while
+                # they bring its version into stage memory leaves them behind.
+                group.gone = True
             self.world.run(self.world.now + 4.0)
         for group in groups:
             self.scenario.end_group(group, in_good_order=True)

@@ -17,6 +17,7 @@ from ckpt_engine.machines.events import Peer, PeerLost
 from ckpt_engine.machines.trainer.machine import TrainerMachine
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 from tests.simulation.collective import Booth, Communicator, Part
+from tests.simulation.early import check_a_pause_comes_after_what_is_brought_early
 from tests.simulation.engine import Engine
 from tests.simulation.hosts import HOST, IN_COLLECTIVES
 from tests.simulation.manager import ManagerShell
@@ -280,6 +281,8 @@ class AgentShell(MemberShell):
         for worker in self.engine.workers:
             if plans[worker.rank] not in worker.ready:
                 raise BrokenPromiseError(f"{self.engine.name} pauses before worker {worker.rank} is ready")
+        if not install.HasField("collective"):
+            check_a_pause_comes_after_what_is_brought_early(self.engine, install)
 
     def _seal(self, task: events.SealDirectory) -> Steps:
         source = self.cluster.truth.sources[task.table.digest]

@@ -33,6 +33,10 @@ NODES_EVERY = 5
 """In one of so many stories replicas span nodes."""
 
 
+EARLY_EVERY = 3
+"""In one of so many stories workers have stage memory."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """What makes a story the same again: `str` and `parse` are each other's inverse."""
@@ -85,6 +89,7 @@ class Recipe:
             far=relays and self.seed % FAR_EVERY == FAR_EVERY - 1 and "hosts" not in self.without,
             pools=self.seed % POOLS_EVERY == 0 and "pools" not in self.without,
             nodes=0.6 if nodes else 0.0,
+            early=self.seed % EARLY_EVERY == 2 and "early" not in self.without,
             withdraws=0.0 if "withdraws" in self.without else 0.15,
         )
         return run_seed(self.seed, crashes=self.crashes, slant=slant, bad_seconds=self.seconds)
@@ -114,6 +119,7 @@ def shortest(recipe: Recipe, told: str) -> tuple[Recipe, str]:
         "hosts",
         "pools",
         "nodes",
+        "early",
         *sorted({action.__name__ for action in chaos}),
         *sorted(vars(Faults()).keys() - {"cuts"}),
     ]

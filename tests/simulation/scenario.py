@@ -82,7 +82,7 @@ class Slant:
     held: how often callers return when these hold the version. withdraws: how often a run takes back what it published
     after an update. far: whether there are several hosts, which only relays reach over a network. collective: how many
     runs publish for collectives alone; then there are no relays. pools: whether replicas and runs are in two pools.
-    nodes: how many replicas span nodes.
+    nodes: how many replicas span nodes. early: whether workers have stage memory.
     """
 
     without: frozenset[str] = frozenset()
@@ -96,6 +96,7 @@ class Slant:
     collective: float = 0.0
     pools: bool = False
     nodes: float = 0.0
+    early: bool = False
 
 
 class Scenario:
@@ -309,7 +310,10 @@ class Scenario:
         limited = self.world.chance(0.3) and not self.calm
         models = {"model A"} if limited else {"model A", "model B"}
         workers = workers or self.world.random.choice((1, 2, 2, 3))
-        return kind(self.world, self.faults, self.truth, f"engine-{self._engines}", workers, models, host)
+        engine = kind(self.world, self.faults, self.truth, f"engine-{self._engines}", workers, models, host)
+        for worker in engine.workers:
+            worker.stage.there = self.slant.early
+        return engine
 
     def start_group(
         self,

@@ -111,7 +111,7 @@ def test_what_a_worker_tells_is_of_its_process_and_stays_told_when_it_is_asked_a
 
     def tell(boot_id: bytes, *told: weights_pb2.Unopened) -> list[bytes]:
         ready = worker_pb2.WorkerReady(unopened=told)
-        readying.reply_to(worker_pb2.WorkerRequest(rank=1, boot_id=boot_id, ready=ready), {}, 1.0)
+        readying.reply_to(worker_pb2.WorkerRequest(rank=1, boot_id=boot_id, ready=ready), {}, 0.0, 1.0)
         return [each.boot_id for each in found[1]]
 
     assert tell(b"first", not_opened(b"")) == [b"first"]
@@ -132,7 +132,7 @@ def what_could_not_be_opened_is_remembered(patch: Patch) -> None:
 
 def who_cannot_open_is_not_paused(patch: Patch) -> None:
     """The agent goes on although a worker is not ready."""
-    patch.setattr(Readying, "ended", lambda self, done, left: None)
+    patch.setattr(Readying, "ended", lambda self, done, now, left: None)
 
 
 def test_a_story_notices_without_memory(story: Story, sources: set[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,13 +35,6 @@ Request = manager_pb2.UpdateFromDirectoryRequest
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    path = tmp_path / "checkpoints"
-    path.mkdir()
-    return path
-
-
-@pytest.fixture
 def manager(root: Path, tmp_path: Path) -> Iterator[str]:
     """Its address; it may publish what lies below `root`."""
     config = replace(manager_config(tmp_path / "ledger.sqlite3"), directories=(root,))

@@ -13,21 +13,19 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
-from click.testing import Result
 from keeper import Keeper
 from plain_replica import PlainReplica
 from torch import nn
-from typer.testing import CliRunner
 
 from ckpt_engine import CkptEngineError, Client, Trainer
 from ckpt_engine.channel import ManagerStub
-from ckpt_engine.cli import app_for
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.cluster import eventually
+from tests.command_line import run
 from tests.ports import free_address
 
 Weights = dict[str, torch.Tensor]
-Hold = Callable[[str, str, weights_pb2.Identity, Weights], None]
+Hold = Callable[..., Keeper]
 Start = Callable[..., PlainReplica]
 
 SHORT = "heartbeat=0.3 reconnect_most=0.5 resend=0.5 report=0.5"
@@ -73,25 +71,6 @@ def process(tmp_path: Path) -> Iterator[ManagerProcess]:
     made.kill()
 
 
-@pytest.fixture
-def hold(tmp_path: Path) -> Iterator[Hold]:
-    """Starts keepers, each of one version; they are stopped after the test."""
-    started: list[Keeper] = []
-
-    def start(address: str, name: str, identity: weights_pb2.Identity, weights: Weights) -> None:
-        keeper = Keeper(address, name, tmp_path / name, weights).start(identity)
-        started.append(keeper)
-        eventually("the manager knows what it holds", 90, lambda: keeper.told)
-
-    yield start
-    for each in started:
-        each.stop()
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app_for(arguments), list(arguments), catch_exceptions=False)
-
-
 def trained(model: nn.Module, value: float) -> Weights:
     with torch.no_grad():
         for parameter in model.parameters():
@@ -131,7 +110,8 @@ def test_replicas_go_back_bit_for_bit_and_numbers_go_on_also_after_a_kill(
             held[version] = trained(model, float(version))
             assert trainer.update_weights(version, timeout=60).ok
             assert plain.identity is not None
-            hold(address, f"keeper-{version}", plain.identity, held[version])
+            keeper = hold(address, f"keeper-{version}", plain.identity, held[version])
+            eventually("the manager knows what it holds", 90, lambda keeper=keeper: keeper.told)
         assert same(plain.weights, held[2])
 
         said: list[str] = []
@@ -179,7 +159,8 @@ def test_refusals_name_what_is_held_and_touch_nothing(manager: str, replica: Sta
         weights = trained(model, 1.0)
         assert trainer.update_weights(1, timeout=60).ok
     assert plain.identity is not None
-    hold(manager, "one", plain.identity, weights)
+    keeper = hold(manager, "one", plain.identity, weights)
+    eventually("the manager knows what it holds", 90, lambda: keeper.told)
     nobody = free_address()
     away = run("rollback", "--manager", nobody, "--version", "1")
     assert away.exit_code == 1

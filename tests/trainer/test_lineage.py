@@ -60,9 +60,15 @@ def test_names_have_a_length(name: str) -> None:
         ((1, 2), {}, (1, 2)),
         ((None, None), {"RANK": "2"}, (0, 1)),
         ((None, None), {"RANK": "nonsense", "WORLD_SIZE": "nonsense"}, (0, 1)),
+        ((None, None), {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}, (2, 4)),
+        ((0, 1), {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}, (0, 1)),
+        # torchrun once a node, or Ray, each started by srun; and a batch script for four tasks, which is one process.
+        ((None, None), {"RANK": "9", "WORLD_SIZE": "16", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, (9, 16)),
+        ((None, None), {"RAY_RAYLET_PID": "7", "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}, (0, 1)),
+        ((None, None), {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, (0, 1)),
     ],
 )
-def test_a_rank_is_as_given_or_that_of_torchrun(
+def test_a_rank_is_as_given_or_that_of_what_started_it(
     given: tuple[int | None, int | None], environment: dict[str, str], found: tuple[int, int]
 ) -> None:
     assert resolve_rank(*given, environment) == found

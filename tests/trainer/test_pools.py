@@ -8,11 +8,10 @@ import pytest
 import torch
 from plain_replica import PlainReplica
 from trainer_world import DEADLINES
-from typer.testing import CliRunner
 
 from ckpt_engine import CkptEngineError, Trainer
-from ckpt_engine.cli import app_for
 from ckpt_engine.v1 import weights_pb2
+from tests.command_line import run
 
 StartReplica = Callable[..., PlainReplica]
 INVALID, PRECONDITION = weights_pb2.Problem.INVALID_ARGUMENT, weights_pb2.Problem.FAILED_PRECONDITION
@@ -91,15 +90,10 @@ def test_sleep_is_for_one_pool_and_status_shows_it(manager: str, replica: StartR
     replica("b", pool="judge")
     with a_trainer(manager, "judge", 1.0) as trainer:
         trainer.wait_for_replicas(timeout=60)
-    asked = CliRunner().invoke(app_for(["replica", "sleep"]), ["replica", "sleep", "b", "--manager", manager])
-    assert (asked.exit_code, "pool 'judge'" in asked.output) == (1, True), asked.output
-    asked = CliRunner().invoke(
-        app_for(["replica", "sleep"]), ["replica", "sleep", "--pool", "judgee", "--manager", manager]
-    )
-    assert (asked.exit_code, "no replica is in pool 'judgee'; there are some in pool 'judge'" in asked.output) == (
-        1,
-        True,
-    )
-    shown = CliRunner().invoke(app_for(["status"]), ["status", "--manager", manager])
+    for words in (["b"], ["--pool", "judgee"]):
+        asked = run("replica", "sleep", *words, "--manager", manager)
+        assert (asked.exit_code, "pool 'judge'" in asked.output) == (1, True), asked.output
+    assert "'judgee'" in asked.output
+    shown = run("status", "--manager", manager)
     assert "pool" in shown.output
     assert "judge" in shown.output

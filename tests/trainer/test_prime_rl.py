@@ -31,13 +31,6 @@ SERVERS = 3
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    path = tmp_path / "broadcasts"
-    path.mkdir()
-    return path
-
-
-@pytest.fixture
 def manager(root: Path, tmp_path: Path) -> Iterator[str]:
     config = replace(manager_config(tmp_path / "ledger.sqlite3"), directories=(root,))
     with running_manager(config) as address:

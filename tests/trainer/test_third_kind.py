@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 from keeper import Keeper
 from plain_replica import PlainReplica
@@ -16,32 +14,10 @@ from trainer_world import manager_config
 from ckpt_engine import Trainer
 from ckpt_engine.manager.service import running_manager
 from ckpt_engine.v1 import weights_pb2
+from tests.waiting import eventually
 
 Start = Callable[..., PlainReplica]
-
-
-def eventually(what: str, look: Callable[[], object], seconds: float = 90.0) -> None:
-    end = time.monotonic() + seconds
-    while not look():
-        assert time.monotonic() < end, f"not within {seconds} s: {what}"
-        time.sleep(0.02)
-
-
-@pytest.fixture
-def keeper(manager: str, tmp_path: Path) -> Iterator[Callable[..., Keeper]]:
-    """Starts keepers that are stopped after the test."""
-    started: list[Keeper] = []
-
-    def start(
-        identity: weights_pb2.Identity, weights: dict[str, torch.Tensor], name: str = "one", address: str = manager
-    ) -> Keeper:
-        made = Keeper(address, name, tmp_path / name, weights)
-        started.append(made)
-        return made.start(identity)
-
-    yield start
-    for each in started:
-        each.stop()
+Hold = Callable[..., Keeper]
 
 
 def trained(address: str, first: PlainReplica) -> tuple[weights_pb2.Identity, dict[str, torch.Tensor]]:
@@ -57,12 +33,12 @@ def trained(address: str, first: PlainReplica) -> tuple[weights_pb2.Identity, di
 
 
 def test_a_late_replica_is_read_from_a_holder_whom_nobody_asks_to_digest(
-    manager: str, replica: Start, keeper: Callable[..., Keeper]
+    manager: str, replica: Start, hold: Hold
 ) -> None:
     identity, weights = trained(manager, replica("first"))
-    holder = keeper(identity, weights)
+    holder = hold(manager, "one", identity, weights)
     late = replica("late")
-    eventually("the late replica holds the version", lambda: late.identity == identity)
+    eventually("the late replica holds the version", 90, lambda: late.identity == identity)
     assert all(torch.equal(late.weights[name], tensor) for name, tensor in weights.items())
     assert not holder.sealed, "all that the replica needs is in the record"
     (install,) = late.installs
@@ -71,7 +47,7 @@ def test_a_late_replica_is_read_from_a_holder_whom_nobody_asks_to_digest(
 
 
 def test_records_come_with_the_hellos_of_holders_when_the_manager_was_restarted(
-    replica: Start, keeper: Callable[..., Keeper], tmp_path: Path
+    replica: Start, hold: Hold, tmp_path: Path
 ) -> None:
     ledger = tmp_path / "another.sqlite3"
     with running_manager(manager_config(ledger)) as address:
@@ -79,24 +55,24 @@ def test_records_come_with_the_hellos_of_holders_when_the_manager_was_restarted(
         identity, weights = trained(address, first)
         first.stop()
     with running_manager(manager_config(ledger, address)):
-        holder = keeper(identity, weights, address=address)
+        holder = hold(address, "one", identity, weights)
         late = replica("late", address=address)
-        eventually("the late replica holds the version", lambda: late.identity == identity)
+        eventually("the late replica holds the version", 90, lambda: late.identity == identity)
         assert not holder.sealed
         late.stop()
 
 
 def test_who_brings_a_record_of_other_weights_is_told_and_read_by_nobody(
-    manager: str, replica: Start, keeper: Callable[..., Keeper]
+    manager: str, replica: Start, hold: Hold
 ) -> None:
     identity, weights = trained(manager, replica("first"))
-    liar = keeper(identity, {name: tensor + 1 for name, tensor in weights.items()}, "liar")
+    liar = hold(manager, "liar", identity, {name: tensor + 1 for name, tensor in weights.items()})
     late = replica("late")
-    eventually("the liar is told", lambda: any(told.problem is not None for told in liar.told))
+    eventually("the liar is told", 90, lambda: any(told.problem is not None for told in liar.told))
     problem = next(told.problem for told in liar.told if told.problem is not None)
     assert problem.code == weights_pb2.Problem.DATA_LOSS
     assert "what keeper liar holds is left out: the record hashes to" in problem.message
     assert not late.installs
-    keeper(identity, weights, "honest")
-    eventually("the late replica holds the version", lambda: late.identity == identity)
+    hold(manager, "honest", identity, weights)
+    eventually("the late replica holds the version", 90, lambda: late.identity == identity)
     assert torch.equal(late.weights["weight"], weights["weight"])

@@ -19,6 +19,7 @@ from typing import NoReturn
 
 import uvicorn
 
+from ckpt_engine.addresses import join_address
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine.gate.page import EnginePage
@@ -131,7 +132,7 @@ async def _serve(
         )
         stepping = asyncio.create_task(engine.run())
         host, port = listener.getsockname()[:2]
-        _say(f"serving {options.model} on http://{host}:{port} with {pool.world_size} worker(s)")
+        _say(f"serving {options.model} on http://{join_address(host, port)} with {pool.world_size} worker(s)")
         try:
             await uvicorn.Server(config).serve(sockets=[listener])
         finally:

@@ -85,6 +85,7 @@ class ReferenceWorker:
     def _sleep(self, level: int) -> dict[str, Any]:
         """Drops the caches, with level 2 also the weights; the state word says so before the first byte is freed."""
         self._caches.clear()
+        self._engine_worker.give_back()
         if level == 2:
             self._engine_worker.discard()
             self._model.discard()
@@ -176,11 +177,10 @@ def main(arguments: list[str] | None = None) -> None:
         )
         if not dummy:
             model.load_directory(options.model)
+        engine_worker = EngineWorker(directory, options.rank, options.world_size, model.target())
     except (UnsupportedModelError, ValueError, OSError) as error:
         sys.exit(f"worker {options.rank}: {error}")
-    worker = ReferenceWorker(
-        model, EngineWorker(directory, options.rank, options.world_size, model.target()), options.rank
-    )
+    worker = ReferenceWorker(model, engine_worker, options.rank)
 
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, str(options.rank).encode())

@@ -82,6 +82,7 @@ CAPABILITIES = Capabilities(
         "--enable-weights-cpu-backup besides; on a CPU it frees nothing.",
     ),
     cannot=(
+        "Quantised layers that several GPUs share (tensor parallelism) are refused.",
         "On GPUs 0.5.16 and 0.5.23 were run, with a mixture of experts, too; in 0.5.16 its heads must have 64, 128, "
         "256 or 512 elements there. All else was seen on CPUs.",
         "SGLang has no way to wait for running requests to end before an update.",

@@ -10,14 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from ckpt_engine.core.problems import internal
+from ckpt_engine.engine.kernel_tensors import KernelTensors
 from ckpt_engine_adapters.sglang.forms import same_form
 
 
 class LiveLayer:
     """A layer's tensors at the time of creation. Used on the engine's thread."""
 
-    def __init__(self, layer: nn.Module) -> None:
-        self._layer = layer
+    def __init__(self, layer: nn.Module, kernels: KernelTensors | None = None) -> None:
+        """kernels: what its kernels hold beside these; None: it is not processed meanwhile."""
+        self._layer, self._kernels = layer, kernels
         self._parameters = dict(layer._parameters)
         self._buffers = dict(layer._buffers)
         self._non_persistent = set(layer._non_persistent_buffers_set)
@@ -27,6 +29,8 @@ class LiveLayer:
     def put_back(self) -> None:
         """Puts the layer's own tensors back into it, with their values."""
         layer = self._layer
+        if self._kernels is not None:
+            self._kernels.put_back()
         for name in [name for name, value in vars(layer).items() if isinstance(value, Tensor)]:
             del layer.__dict__[name]
         layer.__dict__.update(self._attributes)
@@ -42,6 +46,8 @@ class LiveLayer:
 
         Raises INTERNAL if the layer has other tensors than before, or of another form; nothing is copied then.
         """
+        if self._kernels is not None:
+            self._kernels.take_over()
         pairs: list[tuple[Tensor, Tensor]] = []
         for own, new in (
             (_tensors(self._parameters), _tensors(self._layer._parameters)),

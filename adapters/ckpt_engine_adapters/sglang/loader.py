@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
 from torch import Tensor, nn
 
 from ckpt_engine.engine.attributes import Attributes
@@ -39,10 +40,15 @@ class _Attached:
         rank, alone = worker_rank(runner)
         self.model: nn.Module = runner.model
         session = getattr(runner, "weight_updater", None)
-        target = SglangTarget(self.model, runner.model_config.hf_text_config, refusals(runner.server_args), session)
+        if str(getattr(runner.server_args, "load_format", "")) == "dummy":
+            _reset_made_up_scales(self.model)
+        gpus = getattr(runner.server_args, "tp_size", 1) if runner.device == "cuda" else 0
+        refused = refusals(runner.server_args)
+        target = SglangTarget(self.model, runner.model_config.hf_text_config, refused, session, gpus)
         workers = int(os.environ.get(WORKERS_VARIABLE, alone))
         self.worker = EngineWorker(directory, rank, workers, target, model=_facts(runner, workers))
-        self._attributes = Attributes(self.model, runner.device if runner.device != "cpu" else "none")
+        given_up = runner.device if runner.device != "cpu" else "none"
+        self._attributes = Attributes(self.model, given_up, target.kernel_tensors())
         self._cuda = runner.device == "cuda"
 
     def install(self, epoch: int) -> None:
@@ -55,6 +61,18 @@ class _Attached:
         """Prepares for the discarding of the weights: updates the state word, and saves what SGLang does not save."""
         self.worker.discard()
         self._attributes.keep()
+
+
+def _reset_made_up_scales(model: nn.Module) -> None:
+    """Gives attention layers the scales of caches that a checkpoint without such scales has: of a quantised one
+    `--load-format dummy` makes them up like weights."""
+    for layer in model.modules():
+        if isinstance(getattr(layer, "quant_method", None), BaseKVCacheMethod):
+            attention: Any = layer
+            with torch.no_grad():
+                attention.k_scale.fill_(1)
+                attention.v_scale.fill_(1)
+            attention.k_scale_float = attention.v_scale_float = 1.0
 
 
 def _facts(runner: Any, workers: int) -> str:
@@ -110,3 +128,9 @@ def discard() -> None:
             _attached.discard()
     except Exception:
         log.exception("ckpt-engine: the worker cannot say that its weights are gone")
+
+
+def give_back() -> None:
+    """Frees stage memory, before SGLang releases memory of its own. Never raises."""
+    if _attached is not None:
+        _attached.worker.give_back()

@@ -18,6 +18,9 @@ from sglang.srt.layers.quantization.unquant import (
 )
 from torch import nn
 
+UNQUANTISED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
+"""Methods that repack weights at most."""
+
 
 def processing_method(layer: nn.Module) -> Any:
     """The layer's quantisation method if it transforms loaded weights, or may; None: it does not."""

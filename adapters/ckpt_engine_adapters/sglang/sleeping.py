@@ -18,7 +18,7 @@ from typing import Any
 from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput, ResumeMemoryOccupationReqOutput
 
-from ckpt_engine_adapters.sglang.loader import discard
+from ckpt_engine_adapters.sglang.loader import discard, give_back
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ def release(original: Callable[..., Any], manager: Any, request: Any) -> Any:
         return ReleaseMemoryOccupationReqOutput()
     if GPU_MEMORY_TYPE_WEIGHTS in tags and _loses_weights(manager):
         discard()
+    give_back()
     return original(manager, _with(request, tags))
 
 

@@ -18,26 +18,36 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.layers.utils import PPMissingLayer
 from torch import Tensor, nn
 
 from ckpt_engine.core.names import full_name
 from ckpt_engine.core.problems import precondition
 from ckpt_engine.engine.elsewhere import Elsewhere
+from ckpt_engine.engine.kernel_tensors import KernelTensors
 from ckpt_engine.engine.stray_tensors import stray_tensors_kept
-from ckpt_engine.engine.target import StagedLayer, Weights
+from ckpt_engine.engine.target import Quantised, StagedLayer, Weights
 from ckpt_engine_adapters.sglang.beside import PostLoadTensors, made_while_loading
 from ckpt_engine_adapters.sglang.forms import materialized, noted_forms, same_form, storage_address
 from ckpt_engine_adapters.sglang.live import LiveLayer
-from ckpt_engine_adapters.sglang.residency import processing_method
+from ckpt_engine_adapters.sglang.residency import UNQUANTISED, processing_method
 
 
 class SglangTarget:
     """See LoadTarget. Used on the scheduler's main thread."""
 
-    def __init__(self, model: nn.Module, text_config: Any, refused: Sequence[str] = (), session: Any = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        text_config: Any,
+        refused: Sequence[str] = (),
+        session: Any = None,
+        gpus: int = 0,
+    ) -> None:
         """text_config: of the checkpoint, from transformers. refused: reasons why this server takes no update; any one
-        refuses all. session: begins and ends SGLang's own updates of this model (`WeightUpdater` of newer versions)."""
+        refuses all. session: begins and ends SGLang's own updates of this model (`WeightUpdater` of newer versions).
+        gpus: over which each layer is split; 0: it is not on GPUs."""
         self._model = model
         self._session = session
         self._text_config = text_config
@@ -56,9 +66,18 @@ class SglangTarget:
             else:
                 self._staged_layers[prefix] = layer
                 self._forms[prefix] = form
+        self._quantised = dict(_quantised(self._staged_layers, self._forms))
+        if self._quantised and gpus > 1:
+            name, how = next(iter(self._quantised.items()))
+            self._refused.append(
+                f"{len(self._quantised)} of its layers are quantised ({name} by {how.method}) and split over {gpus} "
+                "GPUs, where no test has seen an update yet: start each replica on one GPU, or without quantisation"
+            )
+        self._results = {layer: KernelTensors(layer, _may_hold_tensors).paths for layer in self._staged_layers.values()}
         self._refuse_shared()
         self._computed = PostLoadTensors(model, made_while_loading(model, {*self._staged_layers.values()}))
         self._derived = dict(_buffers_of_weights(model))
+        self._derived |= dict.fromkeys(self._scales(), "made by SGLang when it quantises the layer")
         self._derived |= dict.fromkeys(self._computed.tensors, "computed of loaded weights by SGLang's post-load step")
         self._refuse_post_load()
 
@@ -70,6 +89,13 @@ class SglangTarget:
                 self._refused.append(
                     f"{prefix}.{name} is not in the form of SGLang's loader any more, and what changed it is unknown"
                 )
+
+    def _scales(self) -> Iterator[str]:
+        """Parameters of layers which SGLang quantises itself that exist before that, and that no loader writes."""
+        for prefix, how in self._quantised.items():
+            for name, form in self._forms[prefix].items():
+                if not how.published and _is_made(name, form):
+                    yield full_name(prefix, name)
 
     def _refuse_post_load(self) -> None:
         if not hasattr(self._model, "post_load_weights"):
@@ -160,6 +186,14 @@ class SglangTarget:
     def staged(self) -> Collection[str]:
         return {full_name(prefix, name) for prefix, form in self._forms.items() for name in form}
 
+    def quantised(self) -> Mapping[str, Quantised]:
+        return self._quantised
+
+    def kernel_tensors(self) -> list[Tensor]:
+        """What the kernels of staged layers hold beside parameters and buffers."""
+        kernels = [KernelTensors(layer, _may_hold_tensors) for layer in self._staged_layers.values()]
+        return [tensor for each in kernels for tensor in each.tensors.values()]
+
     @contextmanager
     def staging(self) -> Iterator[Iterator[StagedLayer]]:
         """Takes layers out of the live form one by one; each returns to it when it is finished. An exception puts the
@@ -173,7 +207,7 @@ class SglangTarget:
 
     def _stage(self, open_layers: dict[str, LiveLayer]) -> Iterator[StagedLayer]:
         for prefix, layer in self._staged_layers.items():
-            live = LiveLayer(layer)
+            live = LiveLayer(layer, KernelTensors(layer, _may_hold_tensors, self._results[layer]))
             open_layers[prefix] = live
             parameters = _stand_in(layer, self._forms[prefix], live.device)
             tensors = {full_name(prefix, name): tensor for name, tensor in parameters.items()}
@@ -215,9 +249,32 @@ def _nothing(*_: object, **__: object) -> None:
 def _stand_in(layer: nn.Module, form: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Replaces the layer's parameters by new ones in the loader's form, on `device`."""
     parameters = {name: materialized(tensor, device) for name, tensor in form.items()}
+    for name, tensor in parameters.items():
+        if _is_made(name, tensor):
+            tensor.data.fill_(1)  # as SGLang makes it
     layer._parameters.clear()
     layer._parameters.update(parameters)  # type: ignore[arg-type]
     return parameters
+
+
+def _is_made(name: str, form: Tensor) -> bool:
+    """Whether a parameter is a scale that no loader writes."""
+    return name.endswith("_scale") and not hasattr(form, "weight_loader")
+
+
+def _may_hold_tensors(value: object) -> bool:
+    """Whether a kernel may keep tensors in this object: one of SGLang's layers' own, but no configuration."""
+    return type(value).__module__.startswith("sglang.srt.layers.") and not isinstance(value, QuantizationConfig)
+
+
+def _quantised(
+    layers: Mapping[str, nn.Module], forms: Mapping[str, Mapping[str, Tensor]]
+) -> Iterator[tuple[str, Quantised]]:
+    for prefix, layer in layers.items():
+        method = processing_method(layer)
+        if not isinstance(method, UNQUANTISED):
+            published = any(form.dtype.itemsize == 1 for form in forms[prefix].values())
+            yield prefix, Quantised(published, type(method).__name__)
 
 
 def _buffers_of_weights(model: nn.Module) -> Iterator[tuple[str, str]]:

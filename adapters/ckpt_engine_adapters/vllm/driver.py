@@ -65,11 +65,12 @@ CAPABILITIES = Capabilities(
     notes=(
         "keep recomputes the caches of running requests with the new weights; in_place keeps the old ones.",
         "sleep ends the requests that are inside, and needs --enable-sleep-mode; on a CPU it frees nothing.",
-        "What a kernel repacks is verified as handed to its loader.",
+        "What a kernel repacks or the engine quantises is verified as handed to its loader.",
     ),
     cannot=(
         "A server with a draft model is refused: an update would leave that model behind.",
-        "Loaders that replace parameters instead of writing to them are refused (some quantised layers).",
+        "Loaders that replace parameters instead of writing to them are refused.",
+        "Quantised layers that several GPUs share are refused (tensor parallelism; experts under data parallelism).",
         "Experts on a CPU are installed and verified, but vLLM's own kernel there dies of the first request.",
     ),
 )

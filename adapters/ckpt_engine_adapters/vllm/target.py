@@ -9,6 +9,11 @@ A layer is resident if nothing processes it after loading (residency.py): on CUD
 Linear layers on a CPU are staged: oneDNN repacks them and leaves empty parameters. A layer that shares another one's
 parameter (a tied output head) is neither: its bytes arrive through the owner, and its packed copy is made again.
 
+Quantised layers are staged: the bytes are verified in the loader's form, then vLLM's method quantises or repacks them
+as at start, and what it makes is copied to where kernels and captured graphs read. That the addresses are those of
+before is checked. vLLM's online methods process a layer as soon as their loaders have all of it; the loaders that we
+record and run are those below that.
+
 Buffers that no checkpoint has are constant, unless they are made of weights: those that vLLM has left out of the
 loader's form because they were views of a parameter, and those with names of weights. They are kept right where it is
 known how (the convolution of Mamba); any other refuses an update.
@@ -36,11 +41,13 @@ from vllm.model_executor.models.utils import PPMissingLayer, StageMissingLayer
 from vllm.platforms import current_platform
 
 from ckpt_engine.core.names import full_name
-from ckpt_engine.core.problems import precondition
+from ckpt_engine.core.problems import internal, precondition
 from ckpt_engine.engine.elsewhere import Elsewhere
+from ckpt_engine.engine.kernel_tensors import KernelTensors, address, parts
 from ckpt_engine.engine.stray_tensors import stray_tensors_kept
-from ckpt_engine.engine.target import StagedLayer, Weights
-from ckpt_engine_adapters.vllm.residency import derives, is_processed
+from ckpt_engine.engine.target import Quantised, StagedLayer, Weights
+from ckpt_engine_adapters.vllm.quantised import may_hold_tensors, quantised_layers, without_own_reload
+from ckpt_engine_adapters.vllm.residency import UNCHANGED_ON_CUDA, derives, is_processed
 from ckpt_engine_adapters.vllm.versions import is_deferred_attention_layer
 
 _Tensors = tuple[dict[str, Any], dict[str, Tensor | None], set[str]]
@@ -50,8 +57,9 @@ class VllmTarget:
     """One worker's model in vLLM, for installs (LoadTarget). Used on the worker's main thread, in vLLM's config
     context."""
 
-    def __init__(self, model: nn.Module, model_config: ModelConfig, draft: str = "") -> None:
-        """draft: name of the server's second model, which would not be updated; it refuses every update."""
+    def __init__(self, model: nn.Module, model_config: ModelConfig, draft: str = "", shared: str = "") -> None:
+        """draft: name of the server's second model, which would not be updated; it refuses every update. shared: how
+        workers share layers, if they do ("tensor parallelism of 2"); it refuses updates of quantised layers on GPUs."""
         self._model = model
         self._draft = draft
         self._elsewhere = Elsewhere(model, "hf_to_vllm_mapper", (PPMissingLayer, StageMissingLayer))
@@ -64,6 +72,11 @@ class VllmTarget:
         self._staged_layers = {
             prefix: layer for prefix, layer in self._layers.items() if layer not in tied_layers and is_processed(layer)
         }
+        self._quantised = dict(quantised_layers(self._staged_layers))
+        self._refused = self._refusals(shared)
+        self._kernels: dict[nn.Module, KernelTensors] = {}
+        self._results: dict[nn.Module, Collection[str]] = {}
+        self._results |= {layer: self._kernels_of(layer).paths for layer in self._staged_layers.values()}
         self._deriving = [layer for layer in model.modules() if derives(layer)]
         self._made_of_weights = set(_buffers_of_weights(self._layers))
         self._mirrors: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
@@ -75,6 +88,33 @@ class VllmTarget:
                 loaded = layerwise.get_layerwise_info(layer).restore_metadata[0]
                 for name in layer._parameters.keys() - loaded.keys():
                     self._derived[f"{prefix}.{name}"] = "made of other layers' weights by this attention layer"
+
+    def _kernels_of(self, layer: nn.Module) -> KernelTensors:
+        return KernelTensors(layer, may_hold_tensors, self._results.get(layer))
+
+    def _refusals(self, shared: str) -> list[str]:
+        """Why this server can take no update."""
+        found = []
+        if self._draft:
+            found.append(
+                f"this server has a draft model ({self._draft}), which an update would leave with old weights; start "
+                "it without one"
+            )
+        if shared and self._quantised and current_platform.is_cuda():
+            name, how = next(iter(self._quantised.items()))
+            found.append(
+                f"{len(self._quantised)} of its layers are quantised ({name} by {how.method}) under {shared} on GPUs, "
+                "where processing may be a collective of the workers, and no test has seen that yet: start each "
+                "replica on one GPU, or without quantisation"
+            )
+        for layer, *_ in self._tied:
+            method = getattr(layer, "quant_method", None)
+            if isinstance(method, QuantizeMethodBase) and type(method) not in UNCHANGED_ON_CUDA:
+                found.append(
+                    f"a layer whose weight another one shares is quantised ({type(method).__name__}), which no update "
+                    "can follow: untie them"
+                )
+        return found
 
     def _follow(self, layer: nn.Module, name: str, full: str) -> None:
         """Finds how a buffer that is made of weights is kept right, if that is known."""
@@ -97,20 +137,18 @@ class VllmTarget:
         yield from self._model.named_buffers()
 
     def load_weights(self, weights: Weights) -> object:
-        return self._model.load_weights(weights)  # type: ignore[operator]
+        with without_own_reload(self._model):
+            return self._model.load_weights(weights)  # type: ignore[operator]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Puts staged layers into the loader's form, as meta tensors; on exit all are as before."""
-        if self._draft:
-            raise precondition(
-                f"this server has a draft model ({self._draft}), which an update would leave with old weights; start "
-                "it without one"
-            )
+        if self._refused:
+            raise precondition("; ".join(self._refused))
         live_tensors = {prefix: _take(layer) for prefix, layer in self._layers.items()}
         try:
             for layer in self._staged_layers.values():
-                restore_layer_on_meta(layer, layerwise.get_layerwise_info(layer))
+                _to_loader_form(layer)
             for layer, name, owner, owner_name in self._tied:
                 layer._parameters[name] = owner._parameters[owner_name]
             with stray_tensors_kept(self._model):
@@ -144,11 +182,20 @@ class VllmTarget:
         return self._elsewhere.why(name)
 
     def staged(self) -> Collection[str]:
+        """In the form of the loader and in that of the kernels: a method may leave out, add and rename tensors."""
         return {
             full_name(prefix, name)
             for prefix, layer in self._staged_layers.items()
-            for name in get_layer_tensors(layer)
+            for name in (*get_layer_tensors(layer), *_loader_form(layer))
         }
+
+    def quantised(self) -> Mapping[str, Quantised]:
+        return self._quantised
+
+    def kernel_tensors(self) -> list[Tensor]:
+        """What the kernels of staged layers hold beside parameters and buffers."""
+        kernels = [self._kernels_of(layer) for layer in self._staged_layers.values()]
+        return [tensor for each in kernels for tensor in each.tensors.values()]
 
     @contextmanager
     def staging(self) -> Iterator[Iterator[StagedLayer]]:
@@ -156,6 +203,7 @@ class VllmTarget:
         with old or torn weights, so that the engine survives and a full update can follow."""
         try:
             for layer in self._staged_layers.values():
+                self._kernels[layer] = self._kernels_of(layer)
                 _begin(layer)
             yield self._stage()
         finally:
@@ -164,6 +212,8 @@ class VllmTarget:
                 if info.can_load():
                     layerwise._place_kernel_tensors(layer, info)
                     info.reset()
+                if layer in self._kernels:
+                    self._kernels.pop(layer).put_back()
 
     def _stage(self) -> Iterator[StagedLayer]:
         for prefix, layer in self._staged_layers.items():
@@ -178,15 +228,29 @@ class VllmTarget:
             assert buffer is not None
             with torch.inference_mode():
                 buffer.copy_(weight.view(buffer.shape))
-        _finish(layer)
+        before = _addresses(layerwise.get_layerwise_info(layer).kernel_tensors)
+        with _default_dtype(self._model_config.dtype):  # as while vLLM loads
+            _finish(layer)
+        if layer in self._kernels:
+            self._kernels.pop(layer).take_over()
+        after = _addresses(get_layer_params_buffers(layer))
+        if moved := sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)):
+            raise internal(
+                f"vLLM has made {', '.join(moved)} of a {type(layer).__name__} in other memory than its kernels and "
+                "CUDA graphs read",
+                moved,
+            )
 
     def reload(self, weights: Weights) -> None:
-        """Loads weights as vLLM's `reload_weights` does with an iterator."""
+        """Loads weights as vLLM's `reload_weights` does with an iterator. It makes kernels anew, as an install does."""
+        kernels = [self._kernels_of(layer) for layer in self._staged_layers.values()]
         layerwise.initialize_layerwise_reload(self._model)
         try:
             self._model.load_weights(weights)  # type: ignore[operator]
         finally:
             layerwise.finalize_layerwise_reload(self._model, self._model_config)
+            for each in kernels:
+                each.take_over()
 
     def post_load(self) -> None:
         """Makes what depends on other layers' weights: a tied output head's packed copy, then attention layers (MLA
@@ -237,12 +301,38 @@ def _tied_tensors(layers: Iterable[nn.Module]) -> list[tuple[nn.Module, str, nn.
     return tied
 
 
+def _loader_form(layer: nn.Module) -> Mapping[str, Tensor]:
+    parameters, buffers = layerwise.get_layerwise_info(layer).restore_metadata
+    return {**parameters, **buffers}
+
+
+def _to_loader_form(layer: nn.Module) -> None:
+    """Replaces a layer's tensors by meta tensors in the loader's form, with the loaders that write to them.
+
+    vLLM's online methods wrap the loaders while a layer is made, so that the noted form has wrapped ones: those collect
+    what is loaded until a layer is complete, and return at once if it has been processed.
+    """
+    restore_layer_on_meta(layer, layerwise.get_layerwise_info(layer))
+    for tensor in get_layer_tensors(layer).values():
+        loader: Any = getattr(tensor, "weight_loader", None)
+        while getattr(loader, "__name__", "") == "online_process_loader":
+            loader = loader.__wrapped__
+            tensor.weight_loader = loader
+
+
+def _addresses(tensors: Any) -> dict[str, tuple[int, ...]]:
+    """Where the memory of parameters and buffers (as vLLM has them, in two dictionaries) lies, by name; a packed one's
+    is that of its parts."""
+    parameters, buffers = tensors
+    return {name: tuple(map(address, parts(tensor))) for name, tensor in {**parameters, **buffers}.items()}
+
+
 def _begin(layer: nn.Module) -> None:
     info = layerwise.get_layerwise_info(layer)
     info.kernel_tensors = get_layer_params_buffers(layer)
     if hasattr(info, "kernel_non_persistent_buffers"):
         info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
-    restore_layer_on_meta(layer, info)
+    _to_loader_form(layer)
     info.load_numel = 0
     info.load_numel_total = get_layer_size(layer)
 
@@ -254,6 +344,16 @@ def _finish(layer: nn.Module) -> None:
         # If a kernel exists already, vLLM 0.32 skips the packing that experts need on a CPU, and serves nonsense.
         method.moe_kernel = None
     layerwise._layerwise_process(layer, layerwise.get_layerwise_info(layer))
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _take(layer: nn.Module) -> _Tensors:

@@ -31,6 +31,7 @@ from ckpt_engine.engine.attributes import Attributes
 from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine.install.worker import EngineWorker
 from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE
+from ckpt_engine_adapters.vllm.quantised import reset_made_up_scales
 from ckpt_engine_adapters.vllm.sleeping import guard_sleep
 from ckpt_engine_adapters.vllm.target import VllmTarget
 
@@ -44,6 +45,16 @@ def _draft_model(vllm_config: VllmConfig) -> str:
     if speculative is None or speculative.method in _WITHOUT_WEIGHTS:
         return ""
     return f"method {speculative.method}, model {speculative.model or 'of the same checkpoint'}"
+
+
+def _shared(vllm_config: VllmConfig) -> str:
+    """How several workers share a layer's weights; empty: none do."""
+    parallel = vllm_config.parallel_config
+    if parallel.tensor_parallel_size > 1:
+        return f"tensor parallelism of {parallel.tensor_parallel_size}"
+    # vLLM tells each core of a dense model that it is alone. Experts are split over the cores.
+    size = parallel.data_parallel_size
+    return f"data parallelism of {size} with experts" if size > 1 else ""
 
 
 def _facts(vllm_config: VllmConfig, model: torch.nn.Module, device: torch.device, workers: int) -> str:
@@ -98,10 +109,13 @@ class CkptEngineWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._vllm_config = vllm_config
         workers = int(os.environ.get(WORKERS_VARIABLE, parallel.world_size_across_dp))
-        target = VllmTarget(model, vllm_config.model_config, _draft_model(vllm_config))
+        if vllm_config.load_config.load_format == "dummy":
+            reset_made_up_scales(model)
+        target = VllmTarget(model, vllm_config.model_config, _draft_model(vllm_config), _shared(vllm_config))
         self._worker = EngineWorker(directory, rank, workers, target, model=_facts(vllm_config, model, device, workers))
-        self._attributes = Attributes(model, device.type if device.type != "cpu" else "none")
-        guard_sleep(_discard)
+        given_up = device.type if device.type != "cpu" else "none"
+        self._attributes = Attributes(model, given_up, target.kernel_tensors())
+        guard_sleep(_discard, _give_back)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Records the loader against the manifest of the agent's order, or marks that the worker holds nothing."""
@@ -128,6 +142,10 @@ class CkptEngineWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._worker.discard()
         self._attributes.keep()
 
+    def give_back(self) -> None:
+        """Frees stage memory."""
+        self._worker.give_back()
+
     def shutdown(self) -> None:
         """Closes the channel to the agent."""
         self._worker.close()
@@ -143,3 +161,10 @@ def _discard(worker: Any) -> None:
     engine = getattr(worker, "weight_transfer_engine", None)
     if isinstance(engine, CkptEngineWeightTransfer):
         engine.discard()
+
+
+def _give_back(worker: Any) -> None:
+    """Frees a vLLM worker's stage memory."""
+    engine = getattr(worker, "weight_transfer_engine", None)
+    if isinstance(engine, CkptEngineWeightTransfer):
+        engine.give_back()

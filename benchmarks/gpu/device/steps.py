@@ -45,13 +45,24 @@ def tests(where: str, limit: int, *words: str) -> tuple[str, ...]:
 
 LOAD = ("-m", "benchmarks.gpu.under_load", "-o", "{out}/under_load.json")
 TRACED = ("-m", "benchmarks.gpu.traced", "-o")
+STAGED = ("-m", "benchmarks.gpu.stage_memory", "-o", "{out}/stage_memory.json")
 FILES = ("-m", "benchmarks.gpu.directory", "-o", "{out}/directory.json")
 SMALL = ("--streams", "4", "--updates", "3", "--warmup", "1", "--quiet", "2", "--idle", "4")
 SMALL_LOAD = ("--engine", "reference", "--cpu", *SMALL)
 
+VERL = ("-m", "tests.frameworks.verl_trainer", "--out", "{out}")
+
 KEEP = ("--only", "ours", "rival", "ours_by_relay")
 
 STEPS = (
+    Step(
+        "staged",
+        "vLLM, by a relay: a version in stage memory before the pause, half of it, none; pause at most 30 ms",
+        STAGED,
+        *(230, 300),
+        engine="vllm",
+        cpu=(*STAGED, "--cpu", *SMALL),
+    ),
     Step(
         "under-load",
         "32 streams, an update every 1.5 s, against vLLM's ipc: at most 35 ms lost, worst gap 80 ms, none refused",
@@ -82,6 +93,20 @@ STEPS = (
         tests("/test_model_classes.py", 1200),
         *(460, 580),
         engine="vllm",
+    ),
+    Step(
+        "quantised",
+        "vLLM: FP8 online and block-wise, dense and experts, as a server that loaded the same files; corrupt, sleep",
+        tests("/test_quantised.py", 280, "-k", "vllm"),
+        *(250, 300),
+        engine="vllm",
+    ),
+    Step(
+        "quantised-sglang",
+        "SGLang: the same",
+        tests("/test_quantised.py", 280, "-k", "sglang"),
+        *(280, 300),
+        engine="sglang",
     ),
     Step(
         "hybrid",
@@ -199,6 +224,14 @@ STEPS = (
     Step("gpu-tests", "tests/gpu that need no engine", tests("", 240, "-m", "not engine"), 150, 330),
     Step(
         "vllm-tests", "vLLM's tests on a GPU", tests("/test_vllm_gpu.py", 240), 156, 330, engine="vllm", guessed=False
+    ),
+    Step(
+        "verl",
+        "verl's own trainer, one rank, with a vLLM on the same GPU: versions, tokens, and verl's own comparison",
+        VERL,
+        *(150, 240),
+        engine="vllm",
+        cpu=(*VERL, "--cpu", "--seconds", "1000"),
     ),
     Step("sglang-tests", "all of SGLang's tests on GPUs", tests("/test_sglang_gpu.py", 400), 260, 430, engine="sglang"),
     Step("relay", "relays beside a GPU, against Moonshot", bench("test_relay.py", 300), 250, 400),

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import secrets
-import shlex
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
@@ -23,11 +22,14 @@ from ckpt_engine.core.deadlines import check_seconds
 from ckpt_engine.core.problems import CkptEngineError, deadline, invalid, not_found, precondition, unavailable
 from ckpt_engine.integrations.ray.plan import LEAVE_SECONDS, NAMESPACE, ClusterPlan, ProcessStatus, RayClusterStatus
 from ckpt_engine.integrations.ray.supervisor import Supervisor, first_line
+from ckpt_engine.replica_wait import ReplicaWait
 
 HEAD = "node:__internal_head__"
 """The resource that Ray gives to its head node."""
 
 POLL_SECONDS = 0.25  # between two looks of a call that waits
+MOST_STARTS = 3  # of a process in a new cluster, if it ends each time; later it is started again for ever
+MOST_SHOWN = 4  # processes in a message
 CALL_SECONDS = 30.0  # that the supervisor may take to answer
 
 logger = logging.getLogger("ckpt_engine.ray")
@@ -64,7 +66,7 @@ class RayCluster:
         timeout: float = 600.0,
     ) -> None:
         """Starts the cluster. Returns when the manager answers, the gateway listens, and every replica has its place
-        and its agent runs; engines may still load (`client().wait_for_replicas`).
+        and its agent runs; engines may still load (`wait_for_replicas`).
 
         name: one of it at a time on a Ray cluster. engine: the command of a replica's server, such as ("vllm", "serve",
         DIR), or its options alone: what stands behind `--` of `ckpt-engine agent`. replicas: how many, see `scale`.
@@ -76,15 +78,15 @@ class RayCluster:
         lifetime: "detached": goes on without this process, until `close`. timeout: seconds.
 
         Raises, with nothing left running: INVALID_ARGUMENT for arguments that cannot be, and for options that a command
-        refuses; FAILED_PRECONDITION without ray.init(), or for a name that is taken; DEADLINE_EXCEEDED, naming each
-        replica that has no place and what it asked for.
+        refuses; FAILED_PRECONDITION without ray.init(), for a name that is taken, or if a process ends each time that
+        it is started; DEADLINE_EXCEEDED, naming each replica that has no place and what it asked for.
         """
         check_seconds("a timeout", timeout)
         checked_flag("relays", relays)
         checked_flag("gateway", gateway)
         checked_flag("insecure", insecure)
-        if isinstance(engine, str):
-            raise invalid(f"engine is a list of words, such as {shlex.split(engine)}, not a text")
+        if not isinstance(resources, Mapping | None):
+            raise invalid(f"resources must be a dict of Ray's resources to amounts, not {resources!r}")
         if twice := {"CPU", "GPU"} & {*(resources or {})}:
             raise invalid(f"resources with {', '.join(sorted(twice))}: say num_cpus and num_gpus instead")
         head, host = _head()
@@ -175,6 +177,32 @@ class RayCluster:
         found: RayClusterStatus = self._ask("status")
         return found
 
+    def wait_for_replicas(self, *, timeout: float = 600.0) -> list[str]:
+        """Returns the names of all replicas once their engines answer.
+
+        Raises INVALID_ARGUMENT at once for a replica whose options cannot be; DEADLINE_EXCEEDED after `timeout`
+        seconds, with what replicas that ended printed last.
+        """
+        first = self.status()
+        wait = ReplicaWait(first.replicas, first.pool, timeout, logger)
+        with self.client() as client:
+            while True:
+                processes = [each for each in self.status().processes if each.kind == "replica"]
+                _check_options(processes)
+                ended = "; ".join(
+                    f"{each.name} ({'running again' if each.state == 'running' else each.state}) {each.reason}"
+                    for each in processes
+                    if each.reason
+                )
+                try:
+                    found = wait.look(client.status(), ended)
+                except CkptEngineError as error:
+                    wait.take_error(error)
+                else:
+                    if found is not None:
+                        return found
+                time.sleep(wait.pause(POLL_SECONDS))
+
     def scale(self, replicas: int, *, timeout: float = 600.0) -> None:
         """Has so many replicas from now on, "replica-0" and so on. Returns when new ones have their places and their
         agents run, and when those with the highest numbers have left: their agents have said goodbye, and their
@@ -212,26 +240,33 @@ class RayCluster:
         except ray.exceptions.RayTaskError as error:
             raise (error.cause if isinstance(error.cause, CkptEngineError) else error) from None
         except ray.exceptions.RayActorError as error:
-            raise unavailable(f"cluster {self.name!r} is gone, or starts again: {first_line(error)}") from None
+            raise unavailable(
+                f"cluster {self.name!r} was closed or ended with its program, or starts again: {first_line(error)}"
+            ) from None
 
     def _wait(self, timeout: float, answering: bool = False) -> None:
         """Until all that is to be there runs and all else has left. answering: and manager and gateway answer."""
         end = time.monotonic() + timeout
         while True:
             processes = self.status().processes
+            _check_options(processes)
             for each in processes:
-                if each.state == "refused":
-                    raise invalid(f"{each.name} {each.reason}", replica=each.name if each.kind == "replica" else "")
+                if answering and each.kind != "relay" and each.starts >= MOST_STARTS and each.state == "restarting":
+                    why = f"{each.name} was started {each.starts} times, and {each.reason}"
+                    raise precondition(why, replica=_replica(each))
             absent = [each for each in processes if _is_awaited(each)]
             if not absent and not (answering and (silent := self._silent())):
                 return
             if time.monotonic() >= end:
-                why = "; ".join(f"{each.name} ({each.state}) {each.reason}" for each in absent) or silent
-                free = {name: count for name, count in ray.available_resources().items() if ":" not in name}
+                words = [f"{each.name} ({each.state}) {each.reason}" for each in absent[:MOST_SHOWN]]
+                more = [f"{len(absent) - MOST_SHOWN} more"] if len(absent) > MOST_SHOWN else []
+                why = "; ".join(words + more) or silent
+                if any(each.state == "placing" for each in absent):
+                    free = {name: count for name, count in ray.available_resources().items() if ":" not in name}
+                    why += f". Ray has left, on all nodes: {free}. Start nodes, ask for less, or scale down"
                 raise deadline(
-                    f"cluster {self.name!r} is not complete after {timeout:g} s: {why}. Ray has left, on all nodes: "
-                    f"{free}. Start nodes, ask for less, or scale down",
-                    replica=next((each.name for each in absent if each.kind == "replica"), ""),
+                    f"cluster {self.name!r} is not complete after {timeout:g} s: {why}",
+                    replica=next((each.name for each in absent if _replica(each)), ""),
                 )
             time.sleep(POLL_SECONDS)
 
@@ -250,6 +285,18 @@ class RayCluster:
             except httpx.TransportError as failed:
                 return f"the gateway at {self.gateway_url} does not answer: {failed}"
         return ""
+
+
+def _check_options(processes: Sequence[ProcessStatus]) -> None:
+    """Raises INVALID_ARGUMENT for a process whose command refused its options."""
+    for each in processes:
+        if each.state == "refused":
+            raise invalid(f"{each.name} {each.reason}", replica=_replica(each))
+
+
+def _replica(process: ProcessStatus) -> str:
+    """Its name, for an error; empty: it is no replica."""
+    return process.name if process.kind == "replica" else ""
 
 
 def _is_awaited(process: ProcessStatus) -> bool:

@@ -79,7 +79,7 @@ class ProcessKeeper:
             if self._leave.is_set():
                 await process.stop()
             starts = self._status.starts + 1
-            self._status = replace(self._status, state="running", pid=process.pid or 0, starts=starts, reason="")
+            self._status = replace(self._status, state="running", pid=process.pid or 0, starts=starts)
             ended = await process.wait()
             if ended == USAGE_STATUS:
                 state = "refused"

@@ -4,15 +4,15 @@ each process. It does not decide where one runs, and imports nothing of Ray."""
 from __future__ import annotations
 
 import re
+import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from ckpt_engine.addresses import join_address
-from ckpt_engine.core.arguments import checked_count, checked_names
-from ckpt_engine.core.loopback import is_loopback
+from ckpt_engine.addresses import AUTHENTICATE, check_reach, join_address
+from ckpt_engine.core.arguments import checked_count
 from ckpt_engine.core.names import check_pool
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.host.modules import module_command
@@ -29,7 +29,10 @@ NAMESPACE = "ckpt_engine"
 LEAVE_SECONDS = 75.0
 """Until an actor that was asked to leave is ended by Ray. Longer than its process may take."""
 
-MOST_RESOURCE = 1e9
+MEMORY = "memory"
+"""Ray's resource of a node's memory, in bytes."""
+
+MOST_RESOURCE, MOST_BYTES = 1e9, 1e15
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 
 
@@ -43,7 +46,7 @@ class ProcessStatus:
     node: str = ""  # Ray's id of the node that it is on; empty: none yet
     pid: int = 0  # of the command; 0: it does not run
     starts: int = 0  # how often this actor has started it
-    reason: str = ""  # why it does not run: what it asks Ray for, or how it ended and what it printed last
+    reason: str = ""  # what it asks Ray for; or how it ended, and what it printed last, also when it runs again
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class RayClusterStatus:
     manager_address: str
     gateway_url: str | None
     replicas: int  # how many there are to be
+    pool: str  # of the replicas
     processes: tuple[ProcessStatus, ...]  # by name
 
 
@@ -81,24 +85,30 @@ class ClusterPlan:
             raise invalid(f"a cluster's name is 1 to 63 letters, digits, '.', '-' and '_', not {self.name!r}")
         checked_count("replicas", self.replicas, "replicas")
         check_pool(self.pool)
+        _check_words("engine", self.engine)
         for kind, each in self.options.items():
-            checked_names(f"{'agent' if kind == 'replica' else kind}_options", each)
-        if not all(isinstance(text, str) for pair in self.environment.items() for text in pair):
-            raise invalid(f"environment is texts by names, not {dict(self.environment)!r}")
+            _check_words(f"{'agent' if kind == 'replica' else kind}_options", each)
+        pairs = self.environment.items() if isinstance(self.environment, Mapping) else [(None,)]
+        if not all(isinstance(text, str) for pair in pairs for text in pair):
+            raise invalid(f"environment must be a dict of str to str, not {self.environment!r}")
         for resource, count in self.bundle.items():
-            if isinstance(count, bool) or not isinstance(count, int | float) or not 0 <= count < MOST_RESOURCE:
-                raise invalid(f"{resource}: a replica cannot take {count!r} of it: give a number from 0")
+            most = MOST_BYTES if resource == MEMORY else MOST_RESOURCE
+            if isinstance(count, bool) or not isinstance(count, int | float) or not 0 <= count < most:
+                raise invalid(
+                    f"{resource}: a replica cannot take {count!r} of it: give a number from 0, below {most:g}"
+                )
         if (gpus := self.bundle["GPU"]) > 1 and gpus != int(gpus):
             raise invalid(f"num_gpus={gpus}: Ray gives whole GPUs, or a part of one")
         self.check_replicas(self.replicas)
         if self.ledger is not None and not Path(self.ledger).is_absolute():
             raise invalid(f"ledger {self.ledger!r} must be an absolute path: it lies on Ray's head node")
-        asks = {"--tokens", "--client-authority"} & {each.partition("=")[0] for each in self.options["manager"]}
-        if not is_loopback(self.host) and not self.insecure and not asks:
-            raise invalid(
-                f"other machines reach Ray's head node at {self.host}, and nothing says who may call the manager: give "
-                "manager_options with --certificate, --key and --tokens (docs/security.md), or insecure=True"
-            )
+        words = {each.partition("=")[0] for each in self.options["manager"]}
+        check_reach(
+            self.host,
+            authenticates=bool({"--tokens", "--client-authority"} & words),
+            insecure=self.insecure or "--insecure" in words,
+            remedy=f"manager_options with {AUTHENTICATE}, or insecure=True to let everybody",
+        )
 
     def check_replicas(self, count: int) -> None:
         """Raises INVALID_ARGUMENT if there cannot be so many."""
@@ -149,3 +159,11 @@ class ClusterPlan:
                 ]
         behind = ["--", *self.engine] if status.kind == "replica" and self.engine else []
         return module_command("ckpt_engine", *arguments, *self.options[status.kind], *behind)
+
+
+def _check_words(argument: str, words: object) -> None:
+    """Raises INVALID_ARGUMENT unless it is a list of str."""
+    if isinstance(words, str):
+        raise invalid(f"{argument} is a list of words, such as {shlex.split(words)}, not a text")
+    if not isinstance(words, Sequence) or not all(isinstance(each, str) for each in words):
+        raise invalid(f"{argument} is a list of words, each a str, not {words!r}")

@@ -17,7 +17,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from ckpt_engine.addresses import join_address, listen_on
 from ckpt_engine.integrations.ray.keeper import ProcessKeeper
-from ckpt_engine.integrations.ray.plan import LEAVE_SECONDS, NAMESPACE, ClusterPlan, ProcessStatus, RayClusterStatus
+from ckpt_engine.integrations.ray.plan import (
+    LEAVE_SECONDS,
+    MEMORY,
+    NAMESPACE,
+    ClusterPlan,
+    ProcessStatus,
+    RayClusterStatus,
+)
 
 LOOK_SECONDS = 1.0  # between two looks
 DEAD_SECONDS = 15.0  # that Ray calls an actor dead which it could start again, until another one is made
@@ -67,7 +74,7 @@ class Supervisor:
         if url is not None and "--certificate" in self._plan.options["gateway"]:
             url = url.replace("http:", "https:")
         manager = join_address(self._plan.host, self._ports["manager"])
-        return RayClusterStatus(manager, url, self._replicas, self._processes)
+        return RayClusterStatus(manager, url, self._replicas, self._plan.pool, self._processes)
 
     def scale(self, replicas: int) -> None:
         """See RayCluster.scale; returns when the wish was looked at once."""
@@ -145,8 +152,8 @@ class Supervisor:
             name = f"{plan.name}:{plan.identity}:{first.name}"
             group = ray.util.placement_group([plan.demand], name=name)
             place = PlacementGroupSchedulingStrategy(group, 0)
-            more = {each: count for each, count in plan.demand.items() if each not in ("CPU", "GPU")}
-            takes = {"num_gpus": plan.bundle["GPU"], "resources": more}
+            more = {each: count for each, count in plan.demand.items() if each not in ("CPU", "GPU", MEMORY)}
+            takes = {"num_gpus": plan.bundle["GPU"], "memory": plan.bundle.get(MEMORY), "resources": more}
         else:
             place = NodeAffinitySchedulingStrategy(first.node, soft=False)
         actor = ray.remote(ProcessKeeper).options(

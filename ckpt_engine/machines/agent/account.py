@@ -47,6 +47,16 @@ class Account:
         self._steps += 1
         self._reported_stage = later(self._reported_stage, progress.stage)
 
+    def take_early(self, rank: int, early: worker_pb2.WorkerEarly) -> None:
+        """Takes a worker's news of what it brings into stage memory."""
+        progress = worker_pb2.WorkerProgress(
+            fence=early.fence,
+            stage=manager_pb2.STAGE_READY,
+            bytes_done=early.bytes_done,
+            bytes_total=early.bytes_total,
+        )
+        self.take_progress(rank, progress)
+
     def ordered(self, rank: int, now: float) -> None:
         """Notes when a worker was first given its order."""
         self._ordered.setdefault(rank, now)

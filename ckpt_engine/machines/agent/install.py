@@ -39,6 +39,9 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 
 Problem = weights_pb2.Problem
 
+LOOK_SECONDS = 1.0
+"""Between two looks whether a worker that brings into stage memory has been silent for too long."""
+
 
 class Installing(LabellingOperation):
     """The install. It ends with a ReplicaOutcome in `replica.last_outcome`."""
@@ -55,7 +58,7 @@ class Installing(LabellingOperation):
         self._before = replica.words
         self._steps: tuple[SleepStep, ...] = ()
         self._marking = replica.sleeping
-        self._going_back = self._giving_orders = self._holding = False
+        self._going_back = self._giving_orders = self._holding = self._awaits_brought = False
         self._end = self._reserve = 0.0
 
     # -- steps
@@ -82,7 +85,7 @@ class Installing(LabellingOperation):
             case "fetch":
                 self._fetched(done, now)
             case "ready" if self._readying.asks:
-                self._all_ready(self._readying.ended(done, self._remaining(now)), now)
+                self._all_ready(self._readying.ended(done, now, self._remaining(now)), now)
             case "not ready":
                 self._conclude_untouched(now)
             case "hold":
@@ -118,8 +121,12 @@ class Installing(LabellingOperation):
                 self._conclude(manager_pb2.OUTCOME_QUARANTINED, now)
 
     def timer(self, step: str, now: float) -> None:
-        """Tries again what the engine refused a moment ago: its label, to wake its caches, or to resume."""
-        self._resume(now)
+        """Looks whether workers still bring into stage memory, or tries again what the engine refused a moment ago: its
+        label, to wake its caches, or to resume."""
+        if step == "brought":
+            self._await_brought(now)
+        else:
+            self._resume(now)
 
     def _fetch(self, now: float) -> None:
         steps = steps_around(self.replica, self.install, self._remaining(now))
@@ -154,8 +161,22 @@ class Installing(LabellingOperation):
             self._fail(problem)
         if self._going_back:
             self.run("not ready", ReadWords())
+        elif self._readying.bringing:
+            self._awaits_brought = True
+            self.set_timer("brought", LOOK_SECONDS)
         else:
             self._hold(now)
+
+    def _await_brought(self, now: float) -> None:
+        """Goes on once every worker has brought what it can into its stage memory, or back if one cannot."""
+        if not self._awaits_brought:
+            return
+        problem = self._readying.problem(now, self._remaining(now))
+        if problem is None and self._readying.bringing:
+            self.set_timer("brought", LOOK_SECONDS)
+            return
+        self._awaits_brought = False
+        self._all_ready(problem, now)
 
     def _hold(self, now: float) -> None:
         self._holding = True
@@ -300,14 +321,23 @@ class Installing(LabellingOperation):
         if not self.replica.ordered(self.fence.epoch) and not self._account.reports and not self._going_back:
             self._fail(self._issue(Problem.ABORTED, f"abandoned: {reason}"))
             self._giving_orders = False
-            if self._readying.stop():
+            if self._readying.stop() or self._awaits_brought:
+                self._awaits_brought = False
                 self.run("not ready", ReadWords())
 
     def reply_to(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
         """Answers a worker. Orders are given only while the engine installs, so a worker that asks later gets none."""
         match request.WhichOneof("body"):
             case "want_prepare" | "ready":
-                return self._readying.reply_to(request, self._blobs, self._remaining(now))
+                return self._readying.reply_to(request, self._blobs, now, self._remaining(now))
+            case "early" if not self._going_back:
+                reply = self._readying.reply_to(request, self._blobs, now, self._remaining(now))
+                if reply is not None:
+                    self._account.take_early(request.rank, request.early)
+                    self._tell_progress()
+                    if request.early.verified or request.early.HasField("problem"):
+                        self._await_brought(now)
+                return reply
             case "want_install":
                 return self._order(request, now)
             case "progress" if Fence.of(request.progress.fence) == self.fence:

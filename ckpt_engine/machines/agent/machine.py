@@ -171,13 +171,22 @@ class AgentMachine:
             closed_reason=replica.closed_reason(),
             label_problem=replica.label_problem(),
             engine_check=replica.engine_check,
+            stage_memory=replica.staging,
         )
 
     def _tell_changes(self, now: float) -> None:
         """Sends a heartbeat at once if the state has changed, so that a late replica is brought up without delay."""
         replica = self.replica
         words, label = replica.words.workers, replica.label_problem()
-        state = (words, replica.serving(), replica.asleep, replica.engine is None, label, replica.engine_check)
+        state = (
+            words,
+            replica.serving(),
+            replica.asleep,
+            replica.engine is None,
+            label,
+            replica.engine_check,
+            replica.staging,
+        )
         if state != self._reported_state and self._session.welcomed:
             self._reported_state = state
             self._session.beat_now(now)
@@ -308,6 +317,7 @@ class AgentMachine:
         replica.needs.clear()
         replica.ready.clear()
         replica.models.clear()
+        replica.stage_memory.clear()
         if replica.operation is not None:
             replica.operation.engine_exited(reason, now)
 
@@ -340,7 +350,7 @@ class AgentMachine:
         reply = None if replica.operation is None else replica.operation.reply_to(request, now)
         if reply is not None:
             return reply
-        return no_order(replica) if kind in ("want_prepare", "want_install") else acknowledged()
+        return no_order(replica) if kind in ("want_prepare", "want_install", "early") else acknowledged()
 
     # -- timers and tasks
 

@@ -166,6 +166,7 @@ class Preparing(Operation):
             )
             self.replica.needs[rank] = recorded.needs
             self.replica.models[rank] = recorded.model
+            self.replica.stage_memory[rank] = recorded.stage_memory
         if EngineCheck.is_due(self.replica):
             manifest, models = self._prepare.manifest.digest, self.replica.models
             self._check = EngineCheck(self.replica, self.fence, manifest, models, self._end, self.run)

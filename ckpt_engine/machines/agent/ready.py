@@ -3,6 +3,10 @@
 A ready worker has opened, mapped, pinned and compiled all that its plan needs, while the engine went on. Workers report
 what they have ready. One that is known to be ready is not asked again, since a question is a short pause of some
 engines.
+
+A worker with stage memory is asked each time: it then brings what it can of the version into that memory, on a thread
+of its own, while the engine computes, and verifies it there. The engine pauses once every worker has told that this is
+done. If one tells that it cannot be done, the install goes back before it has touched anything.
 """
 
 from __future__ import annotations
@@ -18,6 +22,10 @@ from ckpt_engine.machines.events import Done, PrepareEngine
 from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 
 Problem = weights_pb2.Problem
+
+SILENCE_SECONDS = 30.0
+"""How long a worker may tell nothing of what it brings into stage memory. It tells several times a second, but not
+while it pins what it reads, which takes 0.1 s a GB the first time."""
 
 
 def steps_around(
@@ -81,6 +89,10 @@ class Readying:
         self._workers = {worker.rank: worker for worker in install.workers}
         self._problems: dict[int, Problem] = {}
         self._giving = False
+        self._respondents: set[int] = set()  # ranks that have answered in this install
+        self._bringing: set[int] = set()  # ranks that have begun to bring into stage memory
+        self._verified: set[int] = set()  # ranks of which all of that lies there, verified
+        self._heard: dict[int, float] = {}  # by rank, when it told last how far that is
 
     def unready(self) -> list[int]:
         """The ranks of workers that are not known to be ready."""
@@ -92,6 +104,7 @@ class Readying:
             if rank not in ready
             or ready[rank].boot_id != boots.get(rank)
             or not ready[rank].plans.issuperset({worker.plan.digest, communicator or worker.plan.digest})
+            or (ready[rank].stages and rank not in self._respondents and not self._replica.sleeping)
         ]
 
     def begin(self, seconds: float) -> PrepareEngine:
@@ -100,7 +113,7 @@ class Readying:
         return PrepareEngine(seconds)
 
     def reply_to(
-        self, request: worker_pb2.WorkerRequest, blobs: Mapping[bytes, bytes], seconds: float
+        self, request: worker_pb2.WorkerRequest, blobs: Mapping[bytes, bytes], now: float, seconds: float
     ) -> worker_pb2.AgentReply | None:
         """Answers a worker: hands out its order, takes its report. None: the request is for something else. seconds:
         that are left."""
@@ -115,14 +128,28 @@ class Readying:
                         deadline_seconds=seconds,
                         asleep=bool(self._replica.sleeping),
                         collective=part_of(self._install, worker, blobs),
+                        expected=blobs[worker.expected.digest],
                     )
                 )
             case "ready" if Fence.of(request.ready.fence) == Fence.of(self._install.fence):
                 answer = request.ready
-                self._replica.ready[request.rank] = ReadyWorker(request.boot_id, frozenset(answer.plans))
+                found = ReadyWorker(request.boot_id, frozenset(answer.plans), answer.stages)
+                self._replica.ready[request.rank] = found
+                self._replica.stage_memory[request.rank] = answer.stage_memory
+                self._respondents.add(request.rank)
+                if answer.early_bytes:
+                    self._bringing.add(request.rank)
+                    self._heard[request.rank] = now
                 self._take_unopened(request)
                 if answer.HasField("problem"):
                     self._problems[request.rank] = answer.problem
+                return acknowledged()
+            case "early" if Fence.of(request.early.fence) == Fence.of(self._install.fence):
+                self._heard[request.rank] = now
+                if request.early.HasField("problem"):
+                    self._problems[request.rank] = request.early.problem
+                if request.early.verified:
+                    self._verified.add(request.rank)
                 return acknowledged()
         return None
 
@@ -147,24 +174,43 @@ class Readying:
         before, self._giving = self._giving, False
         return before
 
-    def ended(self, done: Done, remaining: float) -> Problem | None:
-        """Takes the engine's answer to `begin`. Returns why the install cannot go on; None: all workers are ready.
+    @property
+    def bringing(self) -> set[int]:
+        """Ranks of workers that still bring into stage memory."""
+        return self._bringing - self._verified
 
-        remaining: seconds for it.
-        """
-        self._giving = False
+    def problem(self, now: float, remaining: float) -> Problem | None:
+        """Why the install cannot go on, by what workers have told, or have not for too long; None: it can, once
+        nothing is brought any more. remaining: seconds for it."""
         if self._problems:
             problem = Problem()
             problem.CopyFrom(self._problems[min(self._problems)])
             problem.replica = self._replica.name
             return problem
+        silent = [rank for rank in sorted(self.bringing) if now - self._heard[rank] > SILENCE_SECONDS]
+        if silent:
+            message = (
+                f"worker {silent[0]} has told nothing for {SILENCE_SECONDS:g} s of what it brings into stage memory"
+            )
+            return self._replica.problem(Problem.UNAVAILABLE, message)
+        if remaining <= 0:
+            message = "getting the workers ready took all the time there was"
+            return self._replica.problem(Problem.DEADLINE_EXCEEDED, message)
+        return None
+
+    def ended(self, done: Done, now: float, remaining: float) -> Problem | None:
+        """Takes the engine's answer to `begin`. Returns why the install cannot go on; None: all workers are ready, but
+        for what they still bring.
+
+        remaining: seconds for it.
+        """
+        self._giving = False
+        if self._problems:
+            return self.problem(now, remaining)
         missing = self.unready()
         if missing and done.problem is not None:
             return done.problem
         if missing:
             message = f"the engine says that it made its workers ready, but workers {missing} are not"
             return self._replica.problem(Problem.INTERNAL, message)
-        if remaining <= 0:
-            message = "getting the workers ready took all the time there was"
-            return self._replica.problem(Problem.DEADLINE_EXCEEDED, message)
-        return None
+        return self.problem(now, remaining)

@@ -113,6 +113,7 @@ class SleepingOrWaking(Operation):
             self.replica.paused = None  # to some engines sleeping is a pause
         if step in (SleepStep.DISCARD, SleepStep.SLEEP):
             self.replica.ready.clear()  # workers let go of what they have open
+            self.replica.stage_memory.clear()  # and give back their own memory
         self.run(step.name, task)
 
     def _task(self, step: SleepStep, seconds: float) -> AgentTask:

@@ -46,6 +46,7 @@ class ReadyWorker:
 
     boot_id: bytes
     plans: frozenset[bytes]  # their digests
+    stages: bool = False  # it brings what it can into stage memory before each install, and so is asked again
 
 
 @dataclass
@@ -68,6 +69,7 @@ class AgentReplica:
     prepared: dict[int, manager_pb2.PreparedWorker] = field(default_factory=dict)  # what workers recorded last
     needs: dict[int, bytes] = field(default_factory=dict)  # the blobs of `prepared`
     ready: dict[int, ReadyWorker] = field(default_factory=dict)
+    stage_memory: dict[int, str] = field(default_factory=dict)  # what workers say of it, if they have any
     models: dict[int, str] = field(default_factory=dict)  # what workers say of their models, as a part of a check's key
     last_outcome: manager_pb2.ReplicaOutcome | None = None
     labelled: weights_pb2.Identity | None = None  # the version that the engine agreed to name; None: unknown
@@ -134,6 +136,12 @@ class AgentReplica:
     def asleep(self) -> bool:
         """Whether it sleeps on purpose, so that the manager does not bring it up unasked."""
         return self.sleeping.resting
+
+    @property
+    def staging(self) -> str:
+        """What workers say of their stage memory, in one line; empty: they have none, or have said nothing yet."""
+        words = sorted({text for text in self.stage_memory.values() if text})
+        return "; ".join(words)
 
     def mark(self, sleeping: Sleeping) -> MarkEngine:
         """The task that writes a mark. Callers set `sleeping` once it is done, or before if that is the safe side."""

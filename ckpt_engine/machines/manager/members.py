@@ -172,6 +172,7 @@ class Replica:
     closed_reason: str = ""
     label_problem: str = ""
     engine_check: str = ""
+    stage_memory: str = ""
     last_outcome: manager_pb2.ReplicaOutcome | None = None
     unfit: Unfit | None = None  # why it could not take the version that it was last asked to take; None: it could
     failure: str = ""  # why the last attempt for it alone failed; empty: it did not
@@ -465,6 +466,7 @@ class Members:
             if before == peer:
                 replica.serving, replica.closed_reason = old.serving, old.closed_reason
                 replica.label_problem, replica.engine_check = old.label_problem, old.engine_check
+                replica.stage_memory = old.stage_memory
         if hello.HasField("last_outcome"):
             last_outcome = None if old is None else old.last_outcome
             is_repeated = last_outcome is not None and last_outcome.fence.epoch >= hello.last_outcome.fence.epoch
@@ -511,11 +513,11 @@ def take_beat(replica: Replica, beat: manager_pb2.ReplicaHeartbeat) -> None:
     replica.take_workers(beat.workers)
     replica.serving, replica.asleep = beat.serving, beat.asleep
     replica.closed_reason, replica.label_problem = beat.closed_reason, beat.label_problem
-    replica.engine_check = beat.engine_check
+    replica.engine_check, replica.stage_memory = beat.engine_check, beat.stage_memory
 
 
 def _beat_content(source: Replica | manager_pb2.ReplicaHeartbeat) -> tuple[object, ...]:
-    words = source.closed_reason, source.label_problem, source.engine_check
+    words = source.closed_reason, source.label_problem, source.engine_check, source.stage_memory
     return source.serving, source.asleep, *words, tuple(source.workers)
 
 

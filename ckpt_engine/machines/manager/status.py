@@ -101,6 +101,7 @@ def _replica(
         closed_reason=replica.closed_reason,
         label_problem=replica.label_problem,
         engine_check=replica.engine_check,
+        stage_memory=replica.stage_memory,
         workers=replica.workers,
         identity=None if replica.identity is None else replica.identity.message(),
         last_outcome=replica.last_outcome,

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 
-from ckpt_engine.addresses import join_address, split_address
+from ckpt_engine.addresses import bound_socket, join_address, split_address
 from ckpt_engine.core.loopback import is_loopback
 from ckpt_engine.core.problems import CkptEngineError, invalid, unavailable
 from ckpt_engine.core.rates import Flow, Rate
@@ -356,8 +356,9 @@ def _frames(runs: ChunkRuns) -> Iterator[list[tuple[int, int]]]:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=128)
+        listener = bound_socket(host, port)
     except OSError as error:
         raise unavailable(f"--listen {join_address(host, port)}: cannot listen there: {error}") from error
+    listener.listen(128)
+    return listener
