@@ -85,7 +85,7 @@ def test_a_rollback_that_reads_a_relay_waits_for_no_update_that_waits_for_it() -
     far.first.train()
     assert story.cluster.manager is not None
     _, back = story.cluster.manager.roll_back(0, "judge's run", pool="judge")
-    story.until(lambda: "sealing" in story.phase)
+    story.until(lambda: "combining" in story.phase)
     far.ways[1].stop_for(1.5)
     update = story.call(far.first.trainers[0], pool="actor", prefetch=ALWAYS)
     story.until(lambda: "waiting for relays" in story.phase)
