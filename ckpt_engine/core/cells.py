@@ -58,9 +58,10 @@ class Cells:
         """A number of each cell: equal where the same hosts hold it and the same `readers` read it, so that it travels
         to the same hosts from the same ones."""
         found = np.zeros(len(self), dtype=np.uint64)
-        holding: dict[str, set[int]] = {}
+        holding: dict[tuple[str, str], set[int]] = {}
         for source in self.of_atom:
-            holding.setdefault(self.publication.tables[source].host.boot_id, set()).add(source)
+            host = self.publication.tables[source].host
+            holding.setdefault((host.boot_id, host.pid_namespace), set()).add(source)
         map_of: dict[int, NeedMap | None] = {}
         names = _names()
         for sources in holding.values():

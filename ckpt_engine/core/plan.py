@@ -34,6 +34,9 @@ from ckpt_engine.v1.weights_pb2 import (
     WorkerPlan,
 )
 
+RelayPlace = tuple[str, str]
+"""Boot id of a host and the directory of its relay: workers with the same read one relay."""
+
 Choose = Callable[[Host, str, Host, Sequence[str]], Choice]
 """(source's host, its region's transport, worker's host, transports available there) to a choice."""
 
@@ -87,7 +90,7 @@ def compile_plans(
     if tuple(table_digests) != publication.table_digests:
         raise precondition("the tables have changed since they were merged; merge them again")
     needs_by_digest: dict[bytes, NeededBoxes] = {}
-    needs_by_host: dict[str, set[bytes]] = {}
+    needs_by_host: dict[RelayPlace, set[bytes]] = {}
     compiled = _compile(publication, workers, choose, refused, needs_by_digest, needs_by_host)
     boxes = [(tensor, box) for tensor, boxes in enumerate(along) for box in boxes]
     needed = [each.needs for each in compiled] if along else needs_by_digest.values()
@@ -98,7 +101,7 @@ def compile_plans(
 
 
 def _readers(
-    needs_by_host: Mapping[str, Collection[bytes]], needs_by_digest: Mapping[bytes, NeededBoxes]
+    needs_by_host: Mapping[RelayPlace, Collection[bytes]], needs_by_digest: Mapping[bytes, NeededBoxes]
 ) -> list[list[NeededBoxes]]:
     """What the workers of a host need, of each kind of host once."""
     kinds = {tuple(sorted(digests)) for digests in needs_by_host.values()}
@@ -132,16 +135,20 @@ def _plans(publication: Publication, compiled: list[_SharedPlan], cells: Cells) 
     return Plans(publication, workers, cells, maps, distances)
 
 
+def _relay_place(host: Host) -> RelayPlace:
+    return host.boot_id, host.relay_directory
+
+
 def _compile(
     publication: Publication,
     workers: Sequence[PlanRequest],
     choose: Choose,
     refused: dict[Hashable, CkptEngineError] | None,
     needs_by_digest: dict[bytes, NeededBoxes],
-    needs_by_host: dict[str, set[bytes]],
+    needs_by_host: dict[RelayPlace, set[bytes]],
 ) -> list[_SharedPlan]:
     """Compiles one plan for workers that can share it. needs_by_digest, needs_by_host: are filled with the needs of all
-    workers, and with their digests by Host.boot_id."""
+    workers, and with their digests by the place of the relay that each reads."""
     compiled: dict[tuple[bytes, bytes, tuple[str, ...], bool, tuple[Shut, ...]], _SharedPlan] = {}
     keys: set[Hashable] = set()
     for worker in workers:
@@ -156,7 +163,7 @@ def _compile(
         try:
             if needs_digest not in needs_by_digest:
                 needs_by_digest[needs_digest] = _checked_needs(publication, worker)
-            needs_by_host.setdefault(worker.host.boot_id, set()).add(needs_digest)
+            needs_by_host.setdefault(_relay_place(worker.host), set()).add(needs_digest)
             reader = _PlanReader(publication, worker, choose, spread=len(compiled))
             plan = reader.plan(needs_by_digest[needs_digest], needs_digest)
         except CkptEngineError as problem:

@@ -55,7 +55,7 @@ class World:
             table.relays.add(relay=f"relay {name}", chunks=each.chunks, origin=name == "near")
         asked = replace(
             wish(self.recorded, 1, tables(self.checkpoint), everything=True),
-            wanted=table,
+            table=table,
             sets=[Want(everything=True)],
         )
         self.near.fill(slot, asked, 60.0)

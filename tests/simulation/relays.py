@@ -41,6 +41,7 @@ class RelayShell(MemberShell):
         filling.chunks.offers.add(transport=NETWORK, locator=session.encode())
         cluster.truth.passing[session.encode()] = self
         self.passings: list[Passing | None] = [None] * SLOTS
+        self.passing: Passing | None = None  # its newest filling
         self.sends: manager_pb2.Rate | None = None  # what it says of its network once somebody read from it
         super().__init__(cluster, name, machine(name, session, host, filling, cluster.deadlines))
         self.host = host
@@ -53,11 +54,6 @@ class RelayShell(MemberShell):
         self.mapped: set[bytes] = set()
         self.feed(events.Start())
         self.feed(events.HoldVersions(()))
-
-    @property
-    def passing(self) -> Passing | None:
-        """Its newest filling."""
-        return next((each for each in self.passings if each is not None and not each.over), None)
 
     def passing_of(self, root: bytes) -> Passing | None:
         """What it sends of a version."""
@@ -154,7 +150,7 @@ class RelayShell(MemberShell):
         lacks: dict[int, weights_pb2.Problem] = {}
         table = command.want_table if command.HasField("want_table") else None
         order = order_of(table, slot.source) if table is not None else {}
-        passing = self.passings[task.slot] = Passing(command.identity.root, slot, set(held))
+        passing = self.passing = self.passings[task.slot] = Passing(command.identity.root, slot, set(held))
         others = [each for each in range(SLICES) if each not in held]
         for index in sorted(others, key=lambda each: bool(order) and not self._near(command, each, record[str(each)])):
             yield self.world.between(0.001, 0.03)
