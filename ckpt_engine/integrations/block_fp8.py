@@ -106,7 +106,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     blocks = padded.view(down, BLOCK, across, BLOCK)
     largest = blocks.abs().amax(dim=(1, 3))
     # CUDA divides by a number as it multiplies with its reciprocal, and half of all scales end one bit away. Engines
-    # that quantise again, to scales that are powers of two, then round one of fifty values to its other neighbour.
+    # that quantise again, to scales that are powers of two, then round values near a tie to their other neighbour.
     scales = torch.where(largest == 0, torch.ones_like(largest), largest / torch.full_like(largest, LARGEST))
     blocks /= scales[:, None, :, None]
     quantised = padded[:rows, :columns].clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)

@@ -23,7 +23,7 @@ def differing(ours: str, plain: str, at_most: int = 24) -> list[str]:
     gate."""
     try:
         one, other = _digests(ours), _digests(plain)
-    except (httpx.HTTPError, LookupError, ValueError, OSError) as error:
+    except (httpx.HTTPError, CkptEngineError, LookupError, ValueError, OSError) as error:
         return [f"the servers' tensors could not be compared: {type(error).__name__}: {error}"]
     names = sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
     lines = [f"{name}: {one.get(name, 'none')}; the other server's: {other.get(name, 'none')}" for name in names]

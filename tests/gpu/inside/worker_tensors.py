@@ -30,4 +30,4 @@ def _text(tensor: Any) -> str:
 
     form = f"{tensor.dtype} {list(tensor.shape)} strides {list(tensor.stride())}"
     values = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
-    return f"{form} {hashlib.sha256(bytes(values.tolist())).hexdigest()[:16]}"
+    return f"{form} {hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]}"
