@@ -98,14 +98,16 @@ class BlockFp8:
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     """The blocks of a matrix, rounded to bfloat16 first: float8_e4m3fn of its shape, and what each block is to be
-    multiplied with, float32 of (rows, columns) in blocks. A block of zeros has 1."""
+    multiplied with, float32 of (rows, columns) in blocks. A block of zeros has 1. On each device the same bits."""
     rows, columns = weight.shape
     down, across = -(-rows // BLOCK), -(-columns // BLOCK)
     padded = torch.zeros(down * BLOCK, across * BLOCK, dtype=torch.float32, device=weight.device)
     padded[:rows, :columns] = weight.to(torch.bfloat16)
     blocks = padded.view(down, BLOCK, across, BLOCK)
     largest = blocks.abs().amax(dim=(1, 3))
-    scales = torch.where(largest == 0, torch.ones_like(largest), largest / LARGEST)
+    # CUDA divides by a number as it multiplies with its reciprocal, and half of all scales end one bit away. Engines
+    # that quantise again, to scales that are powers of two, then round values near a tie to their other neighbour.
+    scales = torch.where(largest == 0, torch.ones_like(largest), largest / torch.full_like(largest, LARGEST))
     blocks /= scales[:, None, :, None]
     quantised = padded[:rows, :columns].clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return quantised.contiguous(), scales

@@ -4,9 +4,12 @@ loaded the same files with the same options, with CUDA graphs and eager.
 Dense models and experts; quantised by the engine (`--quantization fp8`), and published as block-wise FP8, which our
 recipe makes of the trainer's bfloat16 weights at each update. Four updates: of other weights, of those that the other
 server loaded, of others, and of those again. Then a slice that is corrupt closes the gate, and the next update heals;
-then the replica discards its weights (sleep at level 2), and the update that wakes it is right.
+then the replica discards its weights (sleep at level 2), and the update that wakes it is right. Before all that, what
+our recipe makes on the GPU must be, bit for bit, what the files hold, which it made on the CPU.
 
-    python -m pytest tests/gpu/test_quantised.py -k vllm --seen FILE        or `-k sglang`: one engine at a time
+    python -m pytest tests/gpu/test_quantised.py -k "vllm and dense" --seen FILE
+
+Or `vllm and experts`, or `sglang`. Of vLLM's servers a failure names the tensors that differ.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from tests.engines import sglang_server, vllm_server
 from tests.engines.plain import PlainServer
 from tests.engines.quantised_models import dense, experts, write
 from tests.engines.serving import Complete, check_closed
-from tests.gpu import exact, gpu_server, sglang_fleet
+from tests.gpu import exact, gpu_server, sglang_fleet, tensors_of
 from tests.gpu.exact import PROMPTS
 from tests.gpu.pairs import Pairs
 
@@ -49,7 +52,8 @@ AT_A_TIME = 4
 @dataclass(frozen=True)
 class Engine:
     """How one engine is started and asked. sleeping: options with which it discards weights when it sleeps.
-    without_nvcc: chooses kernels that are not compiled when they are used; for a machine that cannot."""
+    environment: of both servers. without_nvcc: chooses kernels that are not compiled when they are used; for a machine
+    that cannot. differing: which tensors of our server differ from the other one's, by their addresses."""
 
     start: Callable[..., Replica]
     plain: Callable[..., contextlib.AbstractContextManager[PlainServer]]
@@ -60,7 +64,9 @@ class Engine:
     graphs: tuple[str, ...]
     eager: tuple[str, ...]
     sleeping: tuple[str, ...]
+    environment: Mapping[str, str]
     without_nvcc: Mapping[str, str]
+    differing: Callable[[str, str], list[str]]
     marks: Sequence[pytest.MarkDecorator]
     there: bool
 
@@ -71,12 +77,17 @@ ENGINES = {
         plain=gpu_server.plain_vllm,
         complete=vllm_server.complete,
         tokens=vllm_server.tokens,
-        common=("--kv-cache-memory-bytes", str(512 << 20), "--max-num-seqs", "4"),
+        common=("--kv-cache-memory-bytes", str(512 << 20), "--max-num-seqs", "4", *tensors_of.ARGUMENTS),
         loaded=(),
         graphs=(),
         eager=("--enforce-eager",),
         sleeping=("--enable-sleep-mode",),
+        environment={
+            "PYTHONPATH": ":".join(filter(None, (vllm_server.OVERLAY, tensors_of.PATH))),
+            "VLLM_SERVER_DEV_MODE": "1",  # as our agent starts it; the other server shall have the same
+        },
         without_nvcc={"VLLM_USE_DEEP_GEMM": "0"},
+        differing=tensors_of.differing,
         marks=gpu_server.needs_gpu_vllm,
         there=bool(vllm_server.PYTHON),
     ),
@@ -90,7 +101,9 @@ ENGINES = {
         graphs=("--cuda-graph-max-bs-decode", "4"),
         eager=sglang_fleet.EAGER,
         sleeping=("--enable-memory-saver",),
+        environment={},
         without_nvcc={"SGLANG_ENABLE_JIT_DEEPGEMM": "0"},
+        differing=lambda *_: [],
         marks=sglang_fleet.needs_gpu_sglang,
         there=bool(sglang_server.PYTHON),
     ),
@@ -121,16 +134,17 @@ KINDS = {
     )
     for engine in ENGINES
     for what, make in (("dense", dense), ("experts", experts))
+    for graphs in (False, True)  # eager servers are up first
     for how in ("online", "block-wise")
-    for graphs in (True, False)
 }
 
 
 @dataclass
 class Pair:
-    """Our replica of one kind, and the server that loaded the files of LOADED."""
+    """Our replica of one kind, and the server that loaded `files`, those of LOADED."""
 
     kind: Kind
+    files: Path
     weights: dict[int, dict[str, torch.Tensor]]
     cluster: Cluster
     replica: Replica
@@ -160,15 +174,14 @@ def _start(kind: Kind, path: Path, stack: contextlib.ExitStack) -> Pair:
     bare = path / "bare"
     bare.mkdir()
     shutil.copy(path / str(LOADED) / "config.json", bare)
-    environment = {} if _has_nvcc() else engine.without_nvcc
-    plain = engine.plain(
-        path / str(LOADED), path / "plain.log", *kind.arguments, *engine.loaded, environment=environment
-    )
+    environment = {**engine.environment, **({} if _has_nvcc() else engine.without_nvcc)}
+    files = path / str(LOADED)
+    plain = engine.plain(files, path / "plain.log", *kind.arguments, *engine.loaded, environment=environment)
     server = stack.enter_context(plain)
     cluster = stack.enter_context(running_cluster(path / "cluster"))
     sleeping, options = (engine.sleeping, ("--mode", "hybrid")) if kind.sleeps else ((), ())
     replica = engine.start(cluster, "ours", bare, *kind.arguments, *sleeping, options=options, environment=environment)
-    return Pair(kind, weights, cluster, replica, server)
+    return Pair(kind, files, weights, cluster, replica, server)
 
 
 def _has_nvcc() -> bool:
@@ -179,10 +192,26 @@ def _has_nvcc() -> bool:
 def test_a_quantised_model(pairs: Pairs[Pair], record_property: Callable[[str, object], None], name: str) -> None:
     try:
         pair = pairs.get(name)
+        if pair.kind.block_wise:
+            assert not (others := recipe_differs(pair)), f"made on the GPU with other bits than on the CPU: {others}"
         pair.plain.wait(UP_SECONDS)
         check(pair, record_property)
     finally:
         pairs.end(name)
+
+
+def recipe_differs(pair: Pair) -> list[str]:
+    """Names of tensors of which our recipe makes other bits of weights on the GPU than the files hold."""
+    from safetensors.torch import load_file
+
+    files = load_file(pair.files / "model.safetensors")
+    made = dict(BlockFp8({name: tensor.to(exact.DEVICE) for name, tensor in pair.weights[LOADED].items()})())
+    assert made.keys() == files.keys()
+    return [name for name, tensor in files.items() if not torch.equal(_bytes(made[name].cpu()), _bytes(tensor))]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def check(pair: Pair, record: Callable[[str, object], None]) -> None:
@@ -212,7 +241,11 @@ def check(pair: Pair, record: Callable[[str, object], None]) -> None:
         record("equal to the other server, by update", equal)
         record("quantised", [f"{each.method}: {each.layers}" for each in worker.quantised])
         record("pause seconds", report.replicas[0].message.pause_seconds)
-        assert equal == [seed == LOADED for seed in SEEDS], replica.tail()
+        if equal != (wanted := [seed == LOADED for seed in SEEDS]):
+            differing = engine.differing(replica.url, pair.plain.url)
+            record("tensors that differ after the last update", differing)
+            lines = "\n".join(differing)
+            raise AssertionError(f"{equal}, where {wanted} is right; {lines}\n{replica.tail()}")
         assert {each.published for each in worker.quantised} == {pair.kind.block_wise}
 
         restore = corrupt_after_sealing(trainer, _sealed(trainer, TORN), 7)

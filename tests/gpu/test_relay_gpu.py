@@ -20,6 +20,7 @@ from ckpt_engine.host.relay_directory import DIRECTORY
 from ckpt_engine.relay import batches
 from ckpt_engine.relay.arena import Arena
 from ckpt_engine.relay.slots import FillWish, Slots, SlotVersion
+from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.registry import all_transports
 from ckpt_engine.v1.weights_pb2 import Digests, Identity, Need, SourceTable, WorkerNeeds
 from tests.cluster import generate, running_cluster
@@ -63,11 +64,11 @@ def wish(trainer: Peer, table: SourceTable, version: int, needs: list[WorkerNeed
 
 def tensors_of(held: SlotVersion) -> dict[str, torch.Tensor]:
     """Whole tensors, joined of their cells: a large one is cut into rows."""
-    found: dict[str, torch.Tensor] = {}
+    specs = held.record.manifest.tensors
+    found = {spec.name: torch.empty(tuple(spec.shape), dtype=torch_dtype(spec.dtype)) for spec in specs}
     for shard, memory in zip(held.table.shards, held.sealed, strict=True):
-        spec = held.table.tensors[shard.tensor]
-        whole = found.setdefault(spec.name, torch.empty(tuple(spec.shape), dtype=memory.dtype))
-        whole[tuple(slice(*each) for each in zip(shard.start, shard.stop, strict=True))] = memory
+        part = tuple(slice(*each) for each in zip(shard.start, shard.stop, strict=True))
+        found[held.table.tensors[shard.tensor].name][part] = memory
     return found
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.integrations.block_fp8 import BLOCK, LARGEST, BlockFp8, quantise
@@ -50,6 +52,25 @@ def test_a_float32_master_gives_what_its_bfloat16_value_gives() -> None:
     assert torch.equal(ours[1], rounded[1])
     largest = master.abs().max() / LARGEST
     assert not torch.equal(ours[1].max(), largest), "else rounding would prove nothing"
+
+
+class DividingAsCuda(TorchDispatchMode):
+    """Divides by numbers as kernels on CUDA do: multiplies with the reciprocal, which may end one bit away."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.div.Tensor and not isinstance(args[1], Tensor):
+            return args[0] * (1.0 / args[1])
+        return function(*args, **(kwargs or {}))
+
+
+def test_cuda_makes_the_bits_that_a_cpu_makes() -> None:
+    weight = matrix(512, 512)
+    expected, expected_scales = quantise(weight)
+    with DividingAsCuda():
+        assert not torch.equal(expected_scales * LARGEST / LARGEST, expected_scales), "else this would prove nothing"
+        quantised, scales = quantise(weight)
+    assert torch.equal(quantised.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(scales, expected_scales)
 
 
 def test_zeros_stay_zeros_and_nan_stays_nan() -> None:
