@@ -13,6 +13,7 @@ from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.placing import PlacedFilling, RelayPlacing
 from ckpt_engine.machines.manager.recipients import Recipients, with_words
+from ckpt_engine.machines.manager.relay_facts import KnownNeeds
 from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -178,3 +179,29 @@ def test_a_relay_that_no_other_can_ask_is_a_leaf(update: Update) -> None:
     holder.filling.ClearField("chunks")
     (entry,) = [each for each in update.placing._table("relay b").relays if each.relay == "relay b"]
     assert entry.leaf
+
+
+def test_an_origin_that_is_chosen_otherwise_by_now_is_no_reason_to_begin_again(update: Update) -> None:
+    """Only one that is left out, or another process by now, is: what it is asked for would not come."""
+    update.placing._fillings["relay a"].placement = Placement(children=("relay b",))
+    asking(update, "b")
+    asking(update, "spare")
+    filling = update.placing._fillings["relay b"]
+    update.placing._give_order(filling, update.placing._origins(filling), 1.0)
+    filling.placement = Placement(origins=("relay spare",))
+    assert not update.placing._step(filling, 1.0)
+    update.placing.leave_out("relay a", weights_pb2.Problem(message="it is too small"))
+    assert update.placing._step(filling, 1.0)
+    assert (filling.attempts, filling.command is not None and filling.command.attempt) == (1, 1)
+
+
+def test_an_origin_holds_what_any_relay_needs_that_asks_one(update: Update, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one's origin may be lost, and then it asks this one."""
+    named: list[set[str]] = []
+    monkeypatch.setattr(KnownNeeds, "near", lambda self, relays: named.append({each.source for each in relays}) or [])
+    update.placing._fillings["relay a"].placement = Placement(children=("relay b",))
+    asking(update, "b")
+    asking(update, "c")
+    update.placing._wants(update.placing._fillings["relay a"])
+    update.placing._wants(update.placing._fillings["relay b"])
+    assert named == [{"relay a", "relay b", "relay c"}, {"relay b"}]

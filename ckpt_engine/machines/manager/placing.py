@@ -373,8 +373,14 @@ class RelayPlacing:
         return False
 
     def _misses_origin(self, filling: PlacedFilling, origins: frozenset[Process]) -> bool:
-        """Whether an origin that its command names was left out, or is another process now, and there are others."""
-        return bool(filling.origins - origins and origins - filling.origins)
+        """Whether an origin that its command names was left out, or is another process now, and there is another one.
+        Origins that are merely chosen otherwise by now are no reason to begin again."""
+        return any(map(self._is_lost, filling.origins)) and bool(origins - filling.origins)
+
+    def _is_lost(self, process: Process) -> bool:
+        name, session = process
+        holder, filling = self._state.members.holders.get(name), self._fillings.get(name)
+        return holder is None or holder.session_id != session or (filling is not None and filling.exclusion is not None)
 
     def _origins(self, filling: PlacedFilling) -> frozenset[Process]:
         """The relays that have, or will have, what its sources lack."""
@@ -458,9 +464,12 @@ class RelayPlacing:
         return command
 
     def _wants(self, filling: PlacedFilling) -> manager_pb2.WantTable.Wants:
-        """What a relay is to hold. Memory for what is not brought to it would be wasted."""
+        """What a relay is to hold: an origin what all relays need that ask any, since one of them may lose its own.
+        Memory for what is not brought to it would be wasted."""
         holders = self._state.members.holders
-        relays = [holders[each] for each in (filling.relay, *filling.placement.children) if each in holders]
+        asking = [name for name, each in self._fillings.items() if each.placement.origins]
+        names = {filling.relay: 0} | (dict.fromkeys(asking, 0) if filling.placement.children else {})
+        relays = [holders[name] for name in names if name in holders]
         return manager_pb2.WantTable.Wants(
             needs=self._needs.near(relays),
             everything=any(relay.filling is not None and relay.filling.everything for relay in relays),
