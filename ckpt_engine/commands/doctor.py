@@ -27,6 +27,10 @@ def doctor(
     raise typer.Exit(0 if works(checks) else 1)
 
 
+PIPE_COLUMNS = 160
+"""Of a table that goes into a file or a pipe, where no terminal says how wide it is."""
+
+
 def _print_table(checks: Sequence[HostCheck]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -43,6 +47,8 @@ def _print_table(checks: Sequence[HostCheck]) -> None:
         result = Text(check.result.value, style=_STYLES[check.result])
         table.add_row(Text(group_cell, style="bold"), Text(check.name), result, Text(check.detail))
     console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, PIPE_COLUMNS)
     console.print(table)
     verdict = (
         "Updates over shared memory work here." if works(checks) else "Updates over shared memory do not work here."
