@@ -317,3 +317,26 @@ def test_a_replica_of_which_nobody_knows_what_its_page_says_counts_as_closed(
     assert wake(story, agent) is None
     assert agent.machine.replica.serving()
     assert engine_of(agent).gate_open
+
+
+def test_a_replica_is_known_to_sleep_as_soon_as_it_says_so(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from its next heartbeat on: an attempt to bring it up may wait for the end of that call."""
+    agent, group = story.replica(mode=HYBRID), story.ranks()
+    group.train()
+    assert story.update(group).ok
+    manager = story.cluster.manager
+    assert manager is not None
+    feed = manager.feed
+    known: list[bool] = []
+
+    def heard(event: Any) -> None:
+        body = event.body if isinstance(event, events.Message) else None
+        if isinstance(body, manager_pb2.ReplicaHeartbeat) and body.asleep:
+            return  # the network is slow
+        feed(event)
+        if isinstance(body, manager_pb2.SleepWakeDone):
+            known.append(manager.machine._members.replicas[agent.name].asleep)
+
+    monkeypatch.setattr(manager, "feed", heard)
+    assert sleep(story, agent) is None
+    assert known[0]

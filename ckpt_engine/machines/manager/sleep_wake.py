@@ -110,8 +110,10 @@ class SleepWakeCall:
                 self.state.send(replica, command)
 
     def answer(self, replica: Replica, body: manager_pb2.SleepWakeDone) -> None:
-        """Takes a replica's answer: it has done it, or cannot."""
+        """Takes a replica's answer: it has done it, or cannot. One that sleeps is known to at once, not from its next
+        heartbeat on: an attempt for it may wait for the end of this call."""
         if Fence.of(body.fence) == self.fence and replica.name in self._names and replica.name not in self._results:
+            replica.asleep |= not self.wake and not body.HasField("problem")
             self._result(replica.name, body.problem if body.HasField("problem") else None)
             self._when_done()
 
