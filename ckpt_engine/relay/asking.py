@@ -21,7 +21,7 @@ from ckpt_engine.core.chunks import Chunk
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline
 from ckpt_engine.core.rates import Flow, Rate, rate_of
 from ckpt_engine.transport.askers import KeptAskers
-from ckpt_engine.transport.base import ChunkAsk, ChunkAsker, ChunkLending, ChunkRuns
+from ckpt_engine.transport.base import ChunkAsk, ChunkAsker, ChunkLaterError, ChunkLending, ChunkRuns
 from ckpt_engine.v1.manager_pb2 import WantTable
 from ckpt_engine.v1.weights_pb2 import Problem
 
@@ -108,6 +108,7 @@ class ChunkQuestions:
         self._answers: dict[int, str] = {}  # by chunk, the last reason why it did not come
         self._stranded: dict[int, deque[str]] = {}  # chunks that no relay in the order brings: relays to ask now
         self._asked_now: set[int] = set()  # those of them that a relay is asked for
+        self._refusals: dict[int, set[str]] = {}  # by chunk, relays that will not have it, as far as they know
         self._next_round = 0.0
         self._flows: dict[str, list[Flow]] = {}
         self.again = 0  # cells that came wrong
@@ -136,11 +137,12 @@ class ChunkQuestions:
                 self._place(number)
 
     def also(self, numbers: Collection[int]) -> None:
-        """Asks for more chunks: sources were to bring them, and could not."""
+        """Asks for more chunks: sources were to bring them, and could not. Only for what relays have by now: they may
+        be waiting for this one, which is an origin of these chunks, and would wait in a circle."""
         with self._changed:
             self.numbers |= frozenset(numbers)
-            self._searches |= self._table.searches(numbers)
             for number in sorted(numbers):
+                self._searches[number] = Search(deque(), deque())
                 self._place(number)
 
     def finish(self, cancelled: Callable[[], bool], progress: Callable[[], None]) -> None:
@@ -159,7 +161,7 @@ class ChunkQuestions:
                         "deadline"
                     )
                 with self._changed:
-                    if len(self._stranded) == len(self._searches) and (now >= enough or not self._living()):
+                    if len(self._stranded) == len(self._searches) and (now >= enough or self._is_hopeless()):
                         break
                     if self._stranded and now >= self._next_round:
                         self._ask_all_now(now)
@@ -227,6 +229,11 @@ class ChunkQuestions:
     def _living(self) -> list[str]:
         return [name for name in self._regions if name not in self._failed]
 
+    def _is_hopeless(self) -> bool:
+        """Whether no relay that can be asked will have any of the chunks that are stranded."""
+        living = frozenset(self._living())
+        return all(living <= self._refusals.get(number, set()) for number in self._stranded)
+
     def _ask_all_now(self, now: float) -> None:
         """Asks the next relay for each chunk that is stranded, if that has it by now."""
         self._next_round = now + LOOK_SECONDS
@@ -242,13 +249,15 @@ class ChunkQuestions:
                     self._queue(name, number, ChunkAsk.NOW)
                     break
 
-    def _refused(self, name: str, number: int, how: int, why: str) -> None:
-        """Takes that a relay does not bring a chunk."""
+    def _refused(self, name: str, number: int, how: int, why: str, may_come: bool) -> None:
+        """Takes that a relay does not bring a chunk. may_come: not now."""
         if number not in self._searches:
             return
         self._answers[number] = why
         if how == ChunkAsk.NOW:
             self._asked_now.discard(number)
+            refusals = self._refusals.setdefault(number, set())
+            (refusals.discard if may_come else refusals.add)(name)
             return
         search = self._searches[number]
         if name != search.named:
@@ -365,7 +374,7 @@ class ChunkQuestions:
             if error.problem.code != Problem.NOT_FOUND:
                 raise
             with self._changed:
-                self._refused(name, number, how, error.problem.message)
+                self._refused(name, number, how, error.problem.message, isinstance(error, ChunkLaterError))
             return
         if to:
             with self._changed:

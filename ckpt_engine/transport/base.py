@@ -311,6 +311,10 @@ class ChunkAsk(IntEnum):
     NOW = 3  # send it if it is verified now
 
 
+class ChunkLaterError(CkptEngineError):
+    """The owner does not have a chunk now (ChunkAsk.NOW), and may have it later. NOT_FOUND."""
+
+
 class ChunkAsker(Protocol):
     """The asker's side: a connection to one relay, kept from version to version (`askers.py`). One thread at a time,
     except for `at_most`, `leave` and `shut`.
@@ -344,7 +348,7 @@ class ChunkAsker(Protocol):
         called whenever bytes have come; after an exception of it the connection cannot be used any more.
 
         Returns "" once the chunk has landed, or the name of the relay that has the chunk granted. Raises NOT_FOUND if
-        the owner will not have this chunk, or does not have it now (ChunkAsk.NOW): the connection goes on. All else
+        the owner will not have this chunk, ChunkLaterError if it does not have it now: the connection goes on. All else
         ends it.
         """
         ...

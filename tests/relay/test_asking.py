@@ -281,3 +281,26 @@ def test_relays_with_different_needs_share_what_they_share(tmp_path: object, mon
     assert left == held.layout.bytes < both
     for each in (origin, *others):
         each.close()
+
+
+def test_relays_whose_origin_is_lost_exchange_what_they_have_and_wait_for_nothing_more(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None will get what none has: they say so at once, though ten minutes are left, and a new table may help."""
+    monkeypatch.setattr(core_chunks, "chunk_bytes", lambda model: 256)
+    world.near()
+    came = threading.Event()
+    receive = asking.ChunkQuestions._receive
+
+    def lose_origin(self: asking.ChunkQuestions, name: str, *arguments: object) -> None:
+        receive(self, name, *arguments)  # type: ignore[arg-type]
+        if name == "relay near" and not came.is_set():
+            came.set()
+            world.relays["near"].close()
+
+    monkeypatch.setattr(asking.ChunkQuestions, "_receive", lose_origin)
+    held = {name: world.fill(name, seconds=600.0) for name in NAMES}
+    found = {name: future.result(60) for name, future in held.items()}
+    assert all(each.filled.missing for each in found.values())
+    assert all(each.table.shards for each in found.values()), "what one of them had by then all of them have"
+    assert len({len(each.filled.missing) for each in found.values()}) == 1

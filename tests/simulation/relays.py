@@ -160,7 +160,9 @@ class RelayShell(MemberShell):
             if found is None and table is not None:
                 yield self.world.between(0.0, self.faults.wire_delay)
                 go_on = lambda: self._may_go_on(end, stops)  # noqa: E731
-                found = yield from ask(self, passing, order[index], index, wanted, go_on)
+                # What its sources were to bring it asks only of relays that have it by now: others may wait for it.
+                before = () if self._is_near(command, index) else order[index]
+                found = yield from ask(self, passing, before, index, wanted, go_on)
                 found = found or (yield from ask_all(self, passing, table, index, wanted, go_on))
             try:
                 slot.memory[index] = slot.sealed[index] = found or self._read(command, index, wanted)
@@ -192,6 +194,11 @@ class RelayShell(MemberShell):
             return self._read(command, index, wanted)
         except CkptEngineError:
             return None
+
+    def _is_near(self, command: manager_pb2.FillRelay, index: int) -> bool:
+        """Whether a source within its reach has offered a slice, which may be gone by now."""
+        sources = (self.cluster.truth.sources[ref.digest] for ref in command.tables)
+        return any(self._way(each) and index in each.memory for each in sources)
 
     def _way(self, source: Source) -> str:
         """The transport over which it reads a source; empty if none leads there."""

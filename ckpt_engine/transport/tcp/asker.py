@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ckpt_engine.addresses import split_address
 from ckpt_engine.core.offers import by_transport
@@ -22,7 +22,7 @@ from ckpt_engine.core.problems import CkptEngineError, data_loss, deadline, inva
 from ckpt_engine.core.rates import Flow
 from ckpt_engine.core.transports import carrier_kinds, make
 from ckpt_engine.host.forks import forget_in_children
-from ckpt_engine.transport.base import CarriedChunk, CarrierLink, ChunkAsk, ChunkRuns
+from ckpt_engine.transport.base import CarriedChunk, CarrierLink, ChunkAsk, ChunkLaterError, ChunkRuns
 from ckpt_engine.transport.locator import locator_of
 from ckpt_engine.transport.tcp import tls, wire
 from ckpt_engine.transport.tcp.kind import NAME
@@ -72,7 +72,14 @@ _unreached: dict[bytes, float] = {}
 """By locator, which a relay that starts again changes: until when (monotonic seconds)."""
 
 
-_Answer = tuple[str, str]
+class _Answer(NamedTuple):
+    """What an owner says instead of sending a chunk; nothing of it: the chunk has landed."""
+
+    relay: str = ""  # the one that has it granted
+    why: str = ""  # it does not come from here
+    may_come: bool = False  # it is not here now, and may come
+
+
 """The relay that has a chunk granted, and why the chunk does not come; both empty: it has landed."""
 
 
@@ -147,11 +154,12 @@ class TcpAsker:
         if not landing or not all(map(len, landing)) or sum(map(len, landing)) != sum(length for _, length in runs):
             raise invalid(f"chunk {chunk} is to land in runs that the slot of {len(self._memory)} bytes does not have")
         question = self._questions[0]
-        relay, why = question.answer or self._naming_owner(lambda: self._receive(question, landing, runs, moved), chunk)
+        answer = question.answer or self._naming_owner(lambda: self._receive(question, landing, runs, moved), chunk)
         self._questions.popleft()
-        if why:
-            raise not_found(f"{self.owner} does not have chunk {chunk}: {why}")
-        return relay
+        if answer.why:
+            problem = not_found(f"{self.owner} does not have chunk {chunk}: {answer.why}")
+            raise ChunkLaterError(problem.problem) if answer.may_come else problem
+        return answer.relay
 
     def at_most(self) -> tuple[int, float] | None:
         """Upper bounds for the current chunk; see ChunkAsker."""
@@ -252,16 +260,17 @@ class TcpAsker:
                 place = self._understood(wire.read_place, content)
                 if placed is question and self._carry(place, size, runs, moved):
                     send(self._socket, wire.question(wire.RELEASE, self._key, chunk))
-                    return "", ""
+                    return _Answer()
                 if placed is question:
                     earlier.extend(each for each in [*self._questions][1:] if each.placed)
                 placed.placed = False
                 send(self._socket, wire.question(wire.RELEASE, self._key, placed.chunk))
                 self._send(placed)
-            elif kind in (wire.TO, wire.NOT):
-                is_name = kind == wire.TO
-                text = self._understood(wire.read_name, content) if is_name else _words(content)
-                answer = (text, "") if is_name else ("", text)
+            elif kind in (wire.TO, wire.NOT, wire.LATER):
+                if kind == wire.TO:
+                    answer = _Answer(relay=self._understood(wire.read_name, content))
+                else:
+                    answer = _Answer(why=_words(content), may_come=kind == wire.LATER)
                 if not earlier:
                     return answer
                 earlier.popleft().answer = answer
@@ -269,7 +278,7 @@ class TcpAsker:
                 raise data_loss(f"{self.owner} does not speak as relays do: it sent an answer of kind {kind}")
         self._coming = None
         self.flows.append(Flow(began, time.monotonic(), max(0, size - buffered)))
-        return "", ""
+        return _Answer()
 
     def _carry(self, place: wire.PlacedRuns, size: int, runs: ChunkRuns, moved: Callable[[], None]) -> bool:
         """Reads a chunk where it lies in the owner's memory; False: that failed, and nothing lands any more."""

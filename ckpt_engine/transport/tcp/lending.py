@@ -203,9 +203,10 @@ class To(NamedTuple):
 
 
 class Not(NamedTuple):
-    """The answer to a question: the chunk does not come from here, or not now."""
+    """The answer to a question: the chunk does not come from here."""
 
     why: str
+    may_come: bool = False  # it is not here now, and may come
 
 
 class Pulse(NamedTuple):
@@ -258,7 +259,7 @@ class Lendings:
         known = [each for each in self._slots.values() if hmac.compare_digest(each.key, key)]
         known.sort(key=lambda each: (not each.has(chunk), bool(each.why_not(chunk))))
         if not known:
-            return Not("it does not have this version now") if how == ChunkAsk.NOW else Pulse(0)
+            return Not("it does not have this version now", may_come=True) if how == ChunkAsk.NOW else Pulse(0)
         lending = known[0]
         if why := lending.why_not(chunk):
             lending.void(asker, chunk)
@@ -270,7 +271,9 @@ class Lendings:
         if lending.has(chunk):
             lending.hold(asker)
             return ChunkSend(lending, lending.runs(chunk))
-        return Not(f"it does not have chunk {chunk} yet") if how == ChunkAsk.NOW else Pulse(lending.pulse)
+        return (
+            Not(f"it does not have chunk {chunk} yet", may_come=True) if how == ChunkAsk.NOW else Pulse(lending.pulse)
+        )
 
     def release(self, lending: TcpLending, asker: Asker, chunk: int, served: bool, flow: Flow | None = None) -> None:
         """Ends the hold of a ChunkSend. served: the asker has all of the chunk. flow: how it was sent, if known."""

@@ -283,7 +283,7 @@ class _AskerConnection:
         if isinstance(found, To):
             send(self._connection, wire.frame(wire.TO, found.relay.encode()))
         elif isinstance(found, Not):
-            send(self._connection, wire.refusal(wire.NOT, found.why))
+            send(self._connection, wire.refusal(wire.LATER if found.may_come else wire.NOT, found.why))
         elif question.placed and len(found.runs) <= wire.MOST_RUNS and len(self._places) < MOST_PLACES:
             self._places.append((found.lending, question.chunk))
             send(self._connection, wire.place(found.lending.slot, found.runs))

@@ -9,7 +9,8 @@
     DATA   bytes of the chunk, in as many frames as it takes
     WAIT   a number that changes whenever the owner receives some of the version; once a second until it can answer
     TO     name of the relay to which the chunk was granted
-    NOT    why this chunk does not come from here, or not now: the connection goes on
+    NOT    why this chunk does not come from here: the connection goes on
+    LATER  why this chunk is not here now (NOW), though it may come: the connection goes on
     PLACE  slot, and runs of it where the chunk lies: the owner leaves them as they are until RELEASE
     GONE   why the connection ends, also in the middle of a chunk
 
@@ -51,7 +52,7 @@ PLACED = 0x80
 FRAME = struct.Struct("<B3xI")
 """What follows, and how many bytes of it."""
 
-YES, NO, DATA, WAIT, TO, NOT, PLACE, GONE = range(1, 9)
+YES, NO, DATA, WAIT, TO, NOT, PLACE, GONE, LATER = range(1, 10)
 
 PULSE = struct.Struct("<Q")
 
@@ -78,6 +79,7 @@ _LEAST_AND_MOST = {
     NOT: (0, WORDS_BYTES),
     PLACE: (SLOT.size + RUN.size, SLOT.size + MOST_RUNS * RUN.size),
     GONE: (0, WORDS_BYTES),
+    LATER: (0, WORDS_BYTES),
 }
 """Bytes that may follow the head of each answer."""
 
@@ -169,7 +171,7 @@ def frame(kind: int, content: bytes = b"") -> bytes:
 
 
 def refusal(kind: int, why: str) -> bytes:
-    """NO, NOT or GONE, with the reason."""
+    """NO, NOT, LATER or GONE, with the reason."""
     return frame(kind, why.encode()[:WORDS_BYTES])
 
 
