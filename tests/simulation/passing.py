@@ -7,13 +7,13 @@ nothing; one that is dead is known to be.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckpt_engine.core.chunk_order import ChunkOrder, ChunkRelay
 from ckpt_engine.v1 import manager_pb2
-from tests.simulation.weights import SLICES, HeldSource
+from tests.simulation.weights import SLICES, HeldSource, Source
 from tests.simulation.world import BrokenPromiseError, Steps
 
 if TYPE_CHECKING:
@@ -59,16 +59,26 @@ class Passing:
         return found
 
 
-def order_of(table: manager_pb2.WantTable, name: str) -> dict[int, list[manager_pb2.WantTable.Relay]]:
-    """By slice, the relays that a relay asks, in this order: those before it, then origins."""
+def order_of(
+    table: manager_pb2.WantTable, name: str, sources: Mapping[bytes, Source]
+) -> dict[int, list[manager_pb2.WantTable.Relay]]:
+    """By slice, the relays that a relay asks, in this order: those before it, then origins of the slice. sources: by
+    the digest of what each offers."""
     asking = {each.relay: each for each in table.relays if not each.origin}
     origins = [each for each in table.relays if each.origin and each.relay != name]
     relays = [ChunkRelay(each.relay, 0, 0.0 if each.leaf else 1.0) for each in asking.values()]
     order = ChunkOrder([1] * SLICES, [range(SLICES)], relays)
     return {
-        index: [*(asking[other] for other in (order.before(name, index) if name in asking else ())), *origins]
+        index: [
+            *(asking[other] for other in (order.before(name, index) if name in asking else ())),
+            *(each for each in origins if _has(table.wants[each.wants], index, sources)),
+        ]
         for index in range(SLICES)
     }
+
+
+def _has(wants: manager_pb2.WantTable.Wants, index: int, sources: Mapping[bytes, Source]) -> bool:
+    return not wants.within or any(index in sources[ref.digest].memory for ref in wants.within)
 
 
 def ask(

@@ -149,7 +149,7 @@ class RelayShell(MemberShell):
         record = json.loads(data)
         lacks: dict[int, weights_pb2.Problem] = {}
         table = command.want_table if command.HasField("want_table") else None
-        order = order_of(table, slot.source) if table is not None else {}
+        order = order_of(table, slot.source, truth.sources) if table is not None else {}
         passing = self.passing = self.passings[task.slot] = Passing(command.identity.root, slot, set(held))
         others = [each for each in range(SLICES) if each not in held]
         for index in sorted(others, key=lambda each: bool(order) and not self._near(command, each, record[str(each)])):
