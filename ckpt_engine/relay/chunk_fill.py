@@ -60,7 +60,8 @@ class ChunkFilling:
         self._cells = frozenset(atom.cell for atom in layout.atoms)
         self._digests: dict[int, HostDigests] = {}
         self._prepared: dict[frozenset[int], SlotFilling] = {}
-        self._near = self._near_cells()
+        near = self._near_cells()
+        self._far = [number for number in self.places.held if not near.issuperset(chunks[number].cells)]
 
     def check(self) -> None:
         """Raises NOT_FOUND, saying why, if no source within reach holds any of the cells."""
@@ -87,12 +88,12 @@ class ChunkFilling:
         table that contradicts itself.
         """
         began = time.monotonic()
-        passing = _Passing(self.chunks, self.places.held, self._kept_cells, lending)
+        passing = _Passing(self.chunks, self.places.held, self._kept_cells, lending) if lending is not None else None
         questions = None
         if table is not None and askers is not None:
             questions = ChunkQuestions(
                 table,
-                [number for number in self.places.held if not self._near.issuperset(self.chunks[number].cells)],
+                self._far,
                 self.chunks,
                 self.places.runs,
                 lambda number: self._wrong(number, recorded),
@@ -111,19 +112,22 @@ class ChunkFilling:
             progress(come + done + (questions.done_bytes if questions is not None else 0), total)
 
         def read(cells: frozenset[int]) -> FillResult:
-            found = self._reading(cells).run(recorded, stop_at, cancelled, report, passing.arrived)
+            arrived = passing.arrived if passing is not None else None
+            found = self._reading(cells).run(recorded, stop_at, cancelled, report, arrived)
             results.append(found)
             return found
 
         if questions is None:
             read(self._cells - self._kept_cells)
-            passing.give_up()
+            if passing is not None:
+                passing.give_up()
             return _joined(results, None, lending, time.monotonic() - began)
         try:
             questions.start()
             lost = self._chunks_of(read(self._cells - self._kept_cells - self._cells_of(questions.numbers)))
             questions.also(lost)
-            passing.give_up(questions.numbers)
+            if passing is not None:
+                passing.give_up(questions.numbers)
             questions.finish(cancelled, lambda: report(0, 0))
         finally:
             questions.stop()
@@ -197,7 +201,7 @@ class _Passing:
         chunks: Sequence[Chunk],
         held: Collection[int],
         kept_cells: Collection[int],
-        lending: ChunkLending | None,
+        lending: ChunkLending,
     ) -> None:
         self._lending = lending
         self._chunk_of = {cell: number for number in held for cell in chunks[number].cells}
@@ -206,8 +210,6 @@ class _Passing:
 
     def arrived(self, cells: Collection[int]) -> None:
         """Takes cells that lie in the slot as they were sealed, and are not written any more."""
-        if self._lending is None:
-            return
         for cell in cells:
             if (number := self._chunk_of.get(cell)) is not None:
                 self._due[number] -= 1
@@ -216,10 +218,9 @@ class _Passing:
 
     def give_up(self, others: Collection[int] = frozenset()) -> None:
         """Gives up the chunks that sources were to bring and did not: others must not wait for them."""
-        if self._lending is not None:
-            for number, due in self._due.items():
-                if due and number not in others:
-                    self._lending.never(number)
+        for number, due in self._due.items():
+            if due and number not in others:
+                self._lending.never(number)
 
 
 def _joined(

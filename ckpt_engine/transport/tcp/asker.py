@@ -80,9 +80,6 @@ class _Answer(NamedTuple):
     may_come: bool = False  # it is not here now, and may come
 
 
-"""The relay that has a chunk granted, and why the chunk does not come; both empty: it has landed."""
-
-
 @dataclass(eq=False)
 class _ChunkQuestion:
     """A chunk that was asked for."""

@@ -11,7 +11,7 @@ import ssl
 import struct
 import termios
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
@@ -68,25 +68,20 @@ def tune(connection: socket.socket, seconds: float) -> None:
 
 def receive_some(connection: socket.socket, into: memoryview) -> int:
     """Receives some bytes, at least one; returns how many. Raises Silence, HungUp."""
-    try:
-        if isinstance(connection, ssl.SSLSocket):
-            got = connection.recv_into(into)
-        else:
-            got = connection.recv_into(into, 0, socket.MSG_WAITALL)
-    except (BlockingIOError, TimeoutError) as error:
-        raise Silence from error
-    except OSError as error:
-        raise HungUp(str(error)) from error
-    if not got:
-        raise HungUp("it has hung up")
-    return got
+    if isinstance(connection, ssl.SSLSocket):
+        return _received(lambda: connection.recv_into(into))
+    return _received(lambda: connection.recv_into(into, 0, socket.MSG_WAITALL))
 
 
 def receive_parts(connection: socket.socket, parts: Sequence[memoryview]) -> int:
     """Receives into several parts in their order, in one call; returns how many bytes, at least one. Not for TLS.
     Raises Silence, HungUp."""
+    return _received(lambda: connection.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0])
+
+
+def _received(receive_into: Callable[[], int]) -> int:
     try:
-        got = connection.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]
+        got = receive_into()
     except (BlockingIOError, TimeoutError) as error:
         raise Silence from error
     except OSError as error:
