@@ -97,7 +97,8 @@ class ChunkQuestions:
         self._lending, self._askers, self._begin, self._stop_at = lending, askers, begin, stop_at
         self._changed = threading.Condition()
         self._stopped = False
-        self._regions = {each.relay: each.chunks for each in table.table.relays if each.relay != table.name}
+        others = [each for each in table.table.relays if each.relay != table.name]
+        self._regions = {each.relay: each.chunks for each in others if each.HasField("chunks")}
         self._origins = {each.relay for each in table.table.relays if each.origin}
         self._is_leaf = any(each.leaf for each in table.table.relays if each.relay == table.name)
         self._queues: dict[str, list[tuple[int, int]]] = {}  # by relay, a heap of (chunk, how)

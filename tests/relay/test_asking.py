@@ -146,6 +146,17 @@ def test_a_leaf_is_asked_by_no_relay(world: World) -> None:
     assert origin == world.nbytes
 
 
+def test_a_relay_that_no_other_reaches_is_not_asked_either_when_no_other_is_left(world: World) -> None:
+    world.near()
+    world.relays["near"].close()
+    table = world.wanted(leaves=["b"], without=["c"])
+    (deaf,) = [each for each in table.relays if each.relay == "relay b"]
+    deaf.ClearField("chunks")
+    held = world.fill("a", table, seconds=20.0).result(60)
+    assert held.filled.missing
+    assert {fault.message.split()[1] for fault in held.filled.faults} == {"near"}
+
+
 def test_damaged_bytes_go_no_further(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk that `a` has verified is damaged in its memory before another relay reads it."""
     world.near()
