@@ -147,17 +147,19 @@ class _Placing:
         """The relays that a target asks for what its sources lack: all that hold it, and the fewest of those that reach
         it themselves; of equal ones those that are filled anyway, then the near ones with the fewest children."""
         missing = set(self._all - self._direct[name])
-        lenders = [other for other in self._relays if other != name and self._asks(name, other)]
+        # Few relays have any of it: of the others nobody needs to know whether they can be asked.
+        useful = [other for other in self._relays if other != name and self._has(other) & missing]
+        lenders = [other for other in useful if self._asks(name, other)]
         found = [other for other in lenders if self._held.get(other, frozenset()) & missing]
         for other in found:
             missing -= self._held[other]
         able = [other for other in lenders if other not in self._held]
         while missing:
-            useful = [other for other in able if self._direct[other] & missing]
-            if not useful:
+            helpful = [other for other in able if self._direct[other] & missing]
+            if not helpful:
                 break
             best = min(
-                useful,
+                helpful,
                 key=lambda other: (
                     other not in chosen and other not in self._targets,  # a copy more
                     -len(self._direct[other] & missing),

@@ -192,3 +192,17 @@ def test_of_any_cluster(seed: int) -> None:
             assert set(place.lacks) == {min(made[number]) for number in everything - got}
         covered = {number for number, part in enumerate(made) if not part.isdisjoint(place.within)}
         assert not place.within or covered >= direct(name), "it holds what it gets"
+
+
+def test_whether_relays_can_be_asked_is_looked_up_only_for_those_that_have_something() -> None:
+    looked_up: list[str] = []
+
+    def count(source: Host, transport: str, worker: Host, available: Sequence[str]) -> Choice:
+        if transport == "tcp":
+            looked_up.append(source.name)
+        return choose(source, transport, worker, available)
+
+    relays = [relay(f"r{number:03}", f"H{number}") for number in range(100)]
+    found = placements([rank(0, "H0")], [frozenset({"rank 0"})], relays, [each.name for each in relays], {}, count)
+    assert not found.unreached
+    assert looked_up == ["H0"] * 99

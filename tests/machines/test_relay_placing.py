@@ -205,3 +205,19 @@ def test_an_origin_holds_what_any_relay_needs_that_asks_one(update: Update, monk
     update.placing._wants(update.placing._fillings["relay a"])
     update.placing._wants(update.placing._fillings["relay b"])
     assert named == [{"relay a", "relay b", "relay c"}, {"relay b"}]
+
+
+def test_many_relays_share_the_tables_that_they_are_told(update: Update, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table for each, of all, would take a minute for 512 relays."""
+    written: list[str] = []
+    wants = RelayPlacing._wants
+    monkeypatch.setattr(
+        RelayPlacing, "_wants", lambda self, filling: written.append(filling.relay) or wants(self, filling)
+    )
+    names = [f"h{number:02}" for number in range(40)]
+    update.placing._fillings["relay a"].placement = Placement(children=tuple(f"relay {name}" for name in names))
+    for name in names:
+        asking(update, name)
+    tables = [table_of(update, name) for name in ("a", *names)]
+    assert [len(table) for table in tables] == [41] * 41
+    assert len(written) == 41

@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_engine.core.placing import Placement, placements
@@ -110,6 +110,7 @@ class RelayPlacing:
         self._fillings: dict[str, PlacedFilling] = {}
         self._held: Mapping[str, tuple[str, ...]] = {}  # relays that hold it and are asked: see core.placing.Placements
         self._generation: dict[str, int] = {}  # of relays that ask: the later they were placed, the higher
+        self._tables: dict[int, manager_pb2.WantTable] = {}  # by generation, until anything changes
         self._started = False
         self._placed = 0  # relays that were left out when relays were last placed
         self._reasons_by_relay: dict[str, str] = {}  # a sentence that says why it is filled from or for others
@@ -159,6 +160,7 @@ class RelayPlacing:
         """Commands the relays that are to be filled, and leaves out those that cannot be filled any more. Called
         whenever something has changed."""
         changed = self._started = True
+        self._tables.clear()
         while changed:
             changed = False
             for filling in list(self._fillings.values()):
@@ -212,18 +214,18 @@ class RelayPlacing:
         filling = self._fillings.get(source)
         holder = self._state.members.holders.get(source)
         if filling is not None and filling.exclusion is None and (holder is None or holder.peer is None):
-            filling.exclusion = unavailable(why).problem
+            self._exclude(filling, unavailable(why).problem)
 
     def overdue(self, seconds: float, why: Problem | None = None) -> None:
         """Leaves out all relays that it waits for, `seconds` after the update began. why: the reason of all of them;
         None: each has its own."""
         for filling in self.missing():
-            filling.exclusion = why or filling.too_late(f"{seconds:.1f} s after the update began")
+            self._exclude(filling, why or filling.too_late(f"{seconds:.1f} s after the update began"))
 
     def leave_out(self, relay: str, problem: Problem) -> None:
         """Leaves out a relay that was filled, and cannot be installed from."""
         filling = self._fillings[relay]
-        filling.exclusion = filling.exclusion or problem
+        self._exclude(filling, filling.exclusion or problem)
 
     def reports(self) -> list[manager_pb2.RelayReport]:
         """A report for each relay."""
@@ -306,6 +308,7 @@ class RelayPlacing:
         }
         found = placements(origins_of(published), parts, [station_of(relay) for relay in relays], targets, holding)
         self._held = found.held
+        self._tables.clear()
         for name in [each.relay for each in self._fillings.values() if not each.replicas and each.command is None]:
             if name not in found.by_relay and name not in out:
                 del self._fillings[name]
@@ -313,7 +316,7 @@ class RelayPlacing:
         for name, placement in found.by_relay.items():
             self._fillings.setdefault(name, PlacedFilling(name, ())).placement = placement
         for name, why in found.unreached.items():
-            self._fillings[name].exclusion = precondition(self._with_failures(why)).problem
+            self._exclude(self._fillings[name], precondition(self._with_failures(why)).problem)
         self._placed = len(self._excluded())
         self._explain()
 
@@ -368,7 +371,7 @@ class RelayPlacing:
             self._course.timer(RelayRetry(filling.relay), self._state.deadlines.resend)
             return True
         if filling.answer.HasField("problem"):
-            filling.exclusion = filling.answer.problem
+            self._exclude(filling, filling.answer.problem)
             return True
         return False
 
@@ -467,8 +470,9 @@ class RelayPlacing:
         """What a relay is to hold: an origin what all relays need that ask any, since one of them may lose its own.
         Memory for what is not brought to it would be wasted."""
         holders = self._state.members.holders
-        asking = [name for name, each in self._fillings.items() if each.placement.origins]
-        names = {filling.relay: 0} | (dict.fromkeys(asking, 0) if filling.placement.children else {})
+        names = {filling.relay: 0}
+        if filling.placement.children:
+            names |= dict.fromkeys((name for name, each in self._fillings.items() if each.placement.origins), 0)
         relays = [holders[name] for name in names if name in holders]
         return manager_pb2.WantTable.Wants(
             needs=self._needs.near(relays),
@@ -487,11 +491,17 @@ class RelayPlacing:
         latest = 1 + max(self._generation.values(), default=-1)
         for each in asking:
             self._generation.setdefault(each.relay, latest)
+        generation = self._generation.get(name, latest)
+        if generation not in self._tables:
+            early = [each for each in asking if self._generation[each.relay] <= generation]
+            self._tables[generation] = self._table_with(early)
+        return self._tables[generation]
+
+    def _table_with(self, asking: Sequence[PlacedFilling]) -> manager_pb2.WantTable:
         slow = slow_relays(self._state.members.holders.values())
         table = _TableWriter()
         for each in asking:
-            if self._generation[each.relay] <= self._generation.get(name, latest):
-                table.add(self._holder(each.relay), self._wants(each), leaf=each.relay in slow)
+            table.add(self._holder(each.relay), self._wants(each), leaf=each.relay in slow)
         for each in self._fillings.values():
             if each.placement.children:
                 wants = self._wants(each)
@@ -502,6 +512,10 @@ class RelayPlacing:
             wants = manager_pb2.WantTable.Wants(everything=True, within=self._tables_of(within))
             table.add(self._holder(relay), wants, origin=True)
         return table.message
+
+    def _exclude(self, filling: PlacedFilling, why: Problem) -> None:
+        filling.exclusion = why
+        self._tables.clear()
 
     def _excluded(self) -> list[PlacedFilling]:
         return [each for each in self._fillings.values() if each.exclusion is not None]
