@@ -166,6 +166,21 @@ class Stream:
         self.seen = await self.until(kind)
 
 
+async def opened(session: Callable[[], Any], envelope: type[Message], hello: Message) -> Stream:
+    """A stream that has sent its hello. Where a refusal overtakes the hello, grpc loses what the server said; members
+    take that for a lost connection (connection.py) and connect again, and so does this."""
+    for _ in range(20):
+        stream = Stream(session(), envelope)
+        try:
+            await stream.send(hello=hello)
+        except grpc.aio.AioRpcError as error:
+            if error.details() != "Internal error from Core":
+                raise
+        else:
+            return stream
+    raise AssertionError("grpc has lost twenty refusals in turn")
+
+
 class ScriptedTrainer:
     """One rank. It holds rows of each weight: [rank * n / world_size, (rank + 1) * n / world_size) of axis 0."""
 
@@ -212,17 +227,15 @@ class ScriptedTrainer:
             offset += (last - first) * (tensor[0].numel() if tensor.numel() else 0) * tensor.itemsize
 
     async def open(self) -> manager_pb2.Welcome:
-        self.stream = Stream(self.stub.TrainerSession(), manager_pb2.TrainerMessage)
-        await self.stream.send(
-            hello=manager_pb2.TrainerHello(
-                digest_format=DIGEST_FORMAT,
-                lineage=self.lineage,
-                rank=self.rank,
-                world_size=self.world_size,
-                session_id=self.session_id,
-                host=HOST,
-            )
+        hello = manager_pb2.TrainerHello(
+            digest_format=DIGEST_FORMAT,
+            lineage=self.lineage,
+            rank=self.rank,
+            world_size=self.world_size,
+            session_id=self.session_id,
+            host=HOST,
         )
+        self.stream = await opened(self.stub.TrainerSession, manager_pb2.TrainerMessage, hello)
         welcome: manager_pb2.Welcome = await self.stream.expect(manager_pb2.Welcome)
         return welcome
 
@@ -301,8 +314,7 @@ class ScriptedReplica:
         )
 
     async def open(self) -> manager_pb2.Welcome:
-        self.stream = Stream(self.stub.ReplicaSession(), manager_pb2.ReplicaMessage)
-        await self.stream.send(hello=self.hello())
+        self.stream = await opened(self.stub.ReplicaSession, manager_pb2.ReplicaMessage, self.hello())
         welcome: manager_pb2.Welcome = await self.stream.expect(manager_pb2.Welcome)
         await self.beat()
         return welcome
