@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,12 +21,11 @@ from tests.cluster import Cluster, Replica, corrupt_after_sealing, outcomes, run
 from tests.engines.quantised_models import dense, experts, write
 from tests.engines.serving import model_of
 from tests.engines.vllm_server import (
-    OVERLAY,
-    PYTHON,
     assert_closed,
     complete,
     needs_vllm,
     plain_vllm,
+    run_in_vllm,
     start_vllm,
     tokens,
 )
@@ -112,8 +109,6 @@ def test_updates_are_as_loaded_and_a_corrupt_slice_heals(pairs: dict[str, Pair],
         assert [tokens(complete(replica, prompt)) for prompt in PROMPTS] == expected
 
 
-REPOSITORY = Path(__file__).parents[2]
-
 FP8_KINDS = {
     # vLLM makes its group of experts for the first model only
     "experts, online": (experts, {"quantization": "fp8"}, "Fp8PerTensorOnlineMoEMethod"),
@@ -132,17 +127,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         for version in (1, 2, 3):
             write(make(), version, path / kind / str(version), block_wise="block" in kind)
         (path / kind / "arguments.json").write_text(json.dumps(arguments))
-    environment = {**os.environ, "PYTHONPATH": f"{OVERLAY}:{REPOSITORY}", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [PYTHON, "-m", "tests.engines.quantised_install", *(str(path / kind) for kind in FP8_KINDS)],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env={**environment, "VLLM_CPU_KVCACHE_SPACE": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"kind"')]
+    lines = run_in_vllm("tests.engines.quantised_install", *(path / kind for kind in FP8_KINDS))
     return {line["kind"]: line for line in lines}
 
 

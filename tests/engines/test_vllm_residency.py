@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.engines.test_vllm_models import build, deepseek_v2
-from tests.engines.vllm_server import OVERLAY, PYTHON, needs_vllm
+from tests.engines.vllm_server import needs_vllm, run_in_vllm
 from tests.tiny_model import make_tiny_qwen3
 
 pytestmark = needs_vllm
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 def deepseek() -> Any:
@@ -36,18 +30,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     build(config, 1, path / "latent")
     # vLLM makes its groups for the first model, and one for experts only if that has some.
     kinds = ("latent", "untied", "tied")
-    environment = {**os.environ, "PYTHONPATH": f"{OVERLAY}:{REPOSITORY}", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [PYTHON, "-m", "tests.engines.resident_install", *(str(path / kind) for kind in kinds)],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env={**environment, "VLLM_CPU_KVCACHE_SPACE": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"staged"')]
-    return dict(zip(kinds, map(json.loads, lines), strict=True))
+    found = run_in_vllm("tests.engines.resident_install", *(path / kind for kind in kinds))
+    return dict(zip(kinds, found, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["untied", "tied"])

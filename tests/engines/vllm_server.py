@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -36,6 +38,20 @@ _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else each worker wants a NUMA node, and all servers the same cores
     "HF_HUB_OFFLINE": "1",
 }
+
+
+def run_in_vllm(module: str, *paths: Path) -> list[dict[str, Any]]:
+    """What a module of these tests prints, a JSON object a line, in a process of vLLM's Python.."""
+    done = subprocess.run(
+        [PYTHON, "-m", module, *map(str, paths)],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": f"{OVERLAY}:{Path(__file__).parents[2]}"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
 
 
 def start_vllm(
