@@ -132,7 +132,8 @@ def test_fifty_chunks_leave_no_descriptor_and_no_helper(asking: Asking, far: Own
     before = counted()
     for _ in range(50):
         asking.get(2)
-    assert counted() == before
+    # What an earlier test of this process left to the garbage collector may be closed meanwhile: fewer is no leak.
+    assert all(now <= earlier for now, earlier in zip(counted(), before, strict=True)), (counted(), before)
     asking.asker.close()
     assert not readers(far)
 
