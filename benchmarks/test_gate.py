@@ -15,6 +15,7 @@ import pytest
 
 from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine.gate.page import EnginePage
+from ckpt_engine.gate.salt import CacheSalt
 from ckpt_engine.v1 import weights_pb2
 from ckpt_engine_adapters.vllm.gate import VllmGate
 
@@ -55,3 +56,21 @@ def test_gate_per_request(benchmark: Any, tmp_path: Path, monkeypatch: pytest.Mo
     benchmark.extra_info["bare_microseconds"] = statistics.median(bare) * 1e6
     benchmark.extra_info["gate_microseconds"] = through * 1e6
     benchmark.extra_info["added_microseconds"] = (through - statistics.median(bare)) * 1e6
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_salt_per_request(benchmark: Any, tmp_path: Path, kept: int) -> None:
+    """Before an engine's first update in place, and after it."""
+    page = EnginePage(tmp_path / "page")
+    for rank in range(8):
+        page.claim(rank, 8)
+    for _ in range(kept):
+        page.keep_caches()
+    salt = CacheSalt(page)
+
+    def salt_requests() -> None:
+        for _ in range(REQUESTS):
+            salt.of("a caller's own")
+
+    benchmark.pedantic(salt_requests, rounds=20, warmup_rounds=2)
+    benchmark.extra_info["salt_microseconds"] = benchmark.stats.stats.median / REQUESTS * 1e6

@@ -134,9 +134,12 @@ async def probe(adapter: EngineAdapter, url: str, seconds: float, advertise: str
         raise EngineCallError(f"{url} did not say within {seconds:g} s what it is", answered=False) from None
     if not info.supported:
         raise EngineFailedError(f"{adapter.kind} {info.version} at {url} cannot be driven: {info.reason}")
-    modes = sorted(adapter.capabilities.pause_modes)
     engine = manager_pb2.Engine(
-        kind=adapter.kind, version=info.version, url=advertised_url(url, advertise), pause_modes=modes
+        kind=adapter.kind,
+        version=info.version,
+        url=advertised_url(url, advertise),
+        pause_modes=sorted(adapter.capabilities.pause_modes - info.refused_modes.keys()),
+        refused_modes={int(mode): reason for mode, reason in info.refused_modes.items()},
     )
     levels = adapter.capabilities.sleep_levels if info.sleep_levels is None else info.sleep_levels
     return EngineReady(engine, info.world_size, info.paused, info.asleep, sleep_levels=levels, untested=info.untested)

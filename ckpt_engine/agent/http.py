@@ -13,6 +13,7 @@ from urllib.parse import urlencode
 from ckpt_engine.engine.adapter import AdapterSettings, EngineCallError
 from ckpt_engine.http_client.connection import WireError
 from ckpt_engine.http_client.connections import Answer, Connections
+from ckpt_engine.v1 import manager_pb2
 
 AFTERWARDS_SECONDS = 10.0
 """Time for closing a session or resuming, even if the deadline of the call that it belongs to has passed."""
@@ -85,6 +86,10 @@ class HttpAdapter:
         except EngineCallError:
             return False
         return True
+
+    def keeps_caches(self, mode: manager_pb2.PauseMode) -> bool:
+        """See EngineAdapter."""
+        return mode == manager_pb2.PAUSE_MODE_IN_PLACE
 
     async def close(self) -> None:
         """See EngineAdapter."""

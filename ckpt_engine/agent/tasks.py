@@ -97,7 +97,12 @@ class TaskRunner:
                 adapter = self._host.adapter
                 if adapter is None:
                     raise EngineCallError("the engine is not there", answered=True)
-                return await _call_engine(adapter, task)
+                result = await _call_engine(adapter, task)
+                if isinstance(task, events.PauseEngine):
+                    mode = task.mode or adapter.capabilities.default_pause_mode
+                    if adapter.keeps_caches(mode):
+                        self._page().keep_caches()  # not earlier: what is cached until the pause is of the old weights
+                return result
             case events.FindCheck():
                 return await asyncio.to_thread(checks.has_passed, task.key)
             case events.KeepCheck():

@@ -18,9 +18,10 @@ def check_pause_mode(replica: str, engine: manager_pb2.Engine, mode: manager_pb2
     if mode == manager_pb2.PAUSE_MODE_UNSPECIFIED or not engine.pause_modes or mode in engine.pause_modes:
         return
     able = ", ".join(mode_name(each) for each in engine.pause_modes)
+    reason = f" ({engine.refused_modes[mode]})" if mode in engine.refused_modes else ""
     raise invalid(
-        f"replica {replica!r} runs {engine.kind} {engine.version}, which cannot be paused in mode {mode_name(mode)!r}; "
-        f"it can in: {able}. Ask for one of these, or name replicas that can",
+        f"replica {replica!r} runs {engine.kind} {engine.version}, which cannot be paused in mode {mode_name(mode)!r}"
+        f"{reason}; it can in: {able}. Ask for one of these, or name replicas that can",
         replica=replica,
     )
 

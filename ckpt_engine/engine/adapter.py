@@ -54,6 +54,12 @@ class EngineInfo:
     asleep: bool | None = None  # likewise
     untested: str = ""  # says that no test has run this version; empty: tests have
     sleep_levels: frozenset[int] | None = None  # of this server; None: those of its capabilities
+    # Modes of its capabilities that this server cannot be paused in, each with the reason and what to do.
+    refused_modes: Mapping[manager_pb2.PauseMode, str] = field(default_factory=dict)
+
+
+OLD_GATE = "its gate is of an older ckpt-engine and salts no requests; restart the server with this one"
+"""Why a server cannot be updated in place whose gate says nothing of it."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +162,11 @@ class EngineAdapter(Protocol):
 
     async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:
         """Pauses the engine; returns when no worker computes any more, and none will until `resume`."""
+        ...
+
+    def keeps_caches(self, mode: manager_pb2.PauseMode) -> bool:
+        """Whether caches of the old weights are still there after a pause in this mode and an install. From such a
+        pause on requests have another salt (gate/salt.py), so that none finds them."""
         ...
 
     async def install(self, epoch: int, seconds: float) -> None:

@@ -56,10 +56,12 @@ def check_refused(
     """
     for name, (harmless, reason) in refused.items():
         if name in options and value(options, name) not in harmless:
-            raise ValueError(f"{' '.join((name, *options[name]))} cannot be used with ckpt-engine: {reason}")
+            raise ValueError(
+                f"{' '.join((name, *options[name]))} cannot be used with ckpt-engine: {reason}; leave it out"
+            )
     for name, reason in variables.items():
         if environment.get(name, "").lower() not in ("", "0", "false"):
-            raise ValueError(f"{name}={environment[name]} cannot be used with ckpt-engine: {reason}")
+            raise ValueError(f"{name}={environment[name]} cannot be used with ckpt-engine: {reason}; unset it")
 
 
 def completed(options: Options, model_option: str, model: str, port: int) -> tuple[list[str], str]:

@@ -25,6 +25,11 @@ def program_at(command: Sequence[str]) -> int:
     return at
 
 
+def variables_of(command: Sequence[str]) -> dict[str, str]:
+    """The environment variables that a command sets by `env` in front of its program."""
+    return dict(word.split("=", 1) for word in command[: program_at(command)] if "=" in word)
+
+
 def kind_of(command: Sequence[str], kinds: Collection[str]) -> str:
     """The kind of engine that a command starts, by its program or its Python's module: `vllm serve ...`,
     `python -m sglang.launch_server ...`. Empty: none of `kinds`, or the command has only options."""

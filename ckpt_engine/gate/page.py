@@ -4,8 +4,9 @@ This module decides how a state word is laid out, how it is written so that no r
 what all words together mean (:func:`verdict`). It does not decide when a worker is dirty or clean; the installer does.
 
 The page is a file that the workers, the gate in the API server and the agent map. Each place has one writer: slot
-``rank`` the worker of that rank, the engine's mark, hold and lease the agent. A word has a checksum. A reader that
-meets a word in the middle of a write reads again; a word that a killed worker left half-written reads as dirty.
+``rank`` the worker of that rank, the engine's mark, hold, lease and count of kept caches the agent. A word has a
+checksum. A reader that meets a word in the middle of a write reads again; a word that a killed worker left half-written
+reads as dirty.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ _HOLD_OFFSET = 128
 _OWN_WEIGHTS, _ROUSING = 1, 2
 _LEASE = struct.Struct("<d")  # until when the agent counts as there, on this host's monotonic clock; 0: for ever
 _LEASE_OFFSET = 192
+_KEPT = struct.Struct("<Q")  # how many updates were begun over caches that stay
+_KEPT_OFFSET = 208
 _TAG_BITS = {WEIGHTS: 1, KV_CACHE: 2}
 _PAGE_BYTES = _HEADER_BYTES + MAX_WORKERS * _SLOT_BYTES
 _READS_BEFORE_TORN = 100
@@ -292,6 +295,16 @@ class EnginePage:
             if not any(record):
                 break
         return RequestHold(), HoldLimits()
+
+    def keep_caches(self) -> None:
+        """Counts an update over caches that stay. Only the agent calls it, when the engine has stopped computing and
+        before any weight changes: so what is cached under one count was asked for before the next update."""
+        self._map[_KEPT_OFFSET : _KEPT_OFFSET + _KEPT.size] = _KEPT.pack(self.caches_kept() + 1)
+
+    def caches_kept(self) -> int:
+        """How many updates were begun over caches that stay. It never falls; 0: none was."""
+        (count,) = _KEPT.unpack_from(self._map, _KEPT_OFFSET)
+        return int(count)
 
     def raw(self) -> bytes:
         """The used part of the page, possibly torn: equal bytes mean that nothing changed."""

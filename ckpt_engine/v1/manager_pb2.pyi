@@ -439,16 +439,25 @@ class WorkerStatus(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., boot_id: _Optional[bytes] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., epoch: _Optional[int] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., node: _Optional[int] = ...) -> None: ...
 
 class Engine(_message.Message):
-    __slots__ = ("kind", "version", "url", "pause_modes")
+    __slots__ = ("kind", "version", "url", "pause_modes", "refused_modes")
+    class RefusedModesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: str
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[str] = ...) -> None: ...
     KIND_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
     PAUSE_MODES_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_MODES_FIELD_NUMBER: _ClassVar[int]
     kind: str
     version: str
     url: str
     pause_modes: _containers.RepeatedScalarFieldContainer[PauseMode]
-    def __init__(self, kind: _Optional[str] = ..., version: _Optional[str] = ..., url: _Optional[str] = ..., pause_modes: _Optional[_Iterable[_Union[PauseMode, str]]] = ...) -> None: ...
+    refused_modes: _containers.ScalarMap[int, str]
+    def __init__(self, kind: _Optional[str] = ..., version: _Optional[str] = ..., url: _Optional[str] = ..., pause_modes: _Optional[_Iterable[_Union[PauseMode, str]]] = ..., refused_modes: _Optional[_Mapping[int, str]] = ...) -> None: ...
 
 class ReplicaHello(_message.Message):
     __slots__ = ("cluster", "name", "session_id", "agent_epoch", "engine", "mode", "host", "workers", "transports", "prepared", "last_outcome", "asleep", "epoch", "pool", "digest_format")

@@ -93,6 +93,9 @@ class SmallAdapter:
     async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:
         await self._call("pause", seconds)
 
+    def keeps_caches(self, mode: manager_pb2.PauseMode) -> bool:
+        return False
+
     async def install(self, epoch: int, seconds: float) -> None:
         await self._call("install", seconds)
 

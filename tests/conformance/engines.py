@@ -11,7 +11,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -45,7 +45,8 @@ class Answer:
     """What a request came to. status: of HTTP, 0 if the server was not there. tokens: ids that were generated.
 
     ended: the engine's own word, "length" or "abort". spans: what the body says of versions, empty if it says nothing.
-    admitted, root: of the gate's headers. detail: of a refusal.
+    admitted, root: of the gate's headers. cached: how many tokens of the prompt were not computed, of a whole answer.
+    detail: of a refusal.
     """
 
     status: int
@@ -54,6 +55,7 @@ class Answer:
     spans: tuple[Span, ...] = ()
     admitted: str = ""
     root: str = ""
+    cached: int = 0
     detail: str = ""
 
 
@@ -68,6 +70,8 @@ class Engine(ABC):
     """A tensor of checkpoints that its loader leaves out; empty: none is known."""
     tells_versions: ClassVar[bool] = False
     """Whether a whole answer says in its body which version made which token; then `spans` reads it."""
+    salt_field: ClassVar[str] = ""
+    """The field of a request that keeps the caches of its beginning apart; empty: the engine shares no caches."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -107,9 +111,15 @@ class Engine(ABC):
         """Of a whole answer, or of the last event of a stream."""
         return ()
 
-    def complete(self, replica: Replica, prompt: Sequence[int], count: int) -> Answer:
-        """One request, answered whole."""
+    def cached(self, body: Any) -> int:
+        """Tokens of the prompt that a whole answer's request found in caches."""
+        return 0
+
+    def complete(self, replica: Replica, prompt: Sequence[int], count: int, salt: str = "") -> Answer:
+        """One request, answered whole. salt: for `salt_field`; empty: none is given."""
         route, body = self.request(prompt, count, stream=False)
+        if salt and self.salt_field:
+            body[self.salt_field] = salt
         try:
             response = httpx.post(replica.url + route, json=body, timeout=CALL_SECONDS)
         except httpx.HTTPError as error:
@@ -118,7 +128,7 @@ class Engine(ABC):
             return _refused(response)
         body = response.json()
         tokens, ended = self.read(body)
-        return _answer(response, tokens, ended, self.spans(body))
+        return replace(_answer(response, tokens, ended, self.spans(body)), cached=self.cached(body))
 
     def stream(self, replica: Replica, prompt: Sequence[int], count: int, told: Callable[[int], None]) -> Answer:
         """One request, answered token by token. told: called with how many there are, after each event."""
@@ -205,6 +215,7 @@ class Vllm(Engine):
 
     kind = "vllm"
     gate = VllmGate
+    salt_field = "cache_salt"
 
     def why_not_here(self) -> str:
         return "" if vllm_server.PYTHON else "CKPT_ENGINE_VLLM_PYTHON is not set; `make test-engines` sets it"
@@ -227,6 +238,9 @@ class Vllm(Engine):
         choice = body["choices"][0]
         return choice["token_ids"] or [], choice["finish_reason"]
 
+    def cached(self, body: Any) -> int:
+        return int((body["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
     def read_event(self, event: Any, before: int) -> tuple[Sequence[int], str]:
         if not event.get("choices"):
             return [], ""
@@ -241,6 +255,7 @@ class Sglang(Engine):
     gate = SglangGate
     leaves_out = "model.layers.0.self_attn.rotary_emb.inv_freq"
     tells_versions = True
+    salt_field = "extra_key"
 
     def why_not_here(self) -> str:
         return "" if sglang_server.PYTHON else "CKPT_ENGINE_SGLANG_PYTHON is not set; `make test-engines` sets it"
@@ -258,6 +273,9 @@ class Sglang(Engine):
 
     def read(self, body: Any) -> tuple[Sequence[int], str]:
         return body["output_ids"], body["meta_info"]["finish_reason"]["type"]
+
+    def cached(self, body: Any) -> int:
+        return int(body["meta_info"]["cached_tokens"])
 
     def read_event(self, event: Any, before: int) -> tuple[Sequence[int], str]:
         """Each event repeats all tokens so far."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 from ckpt_engine import Trainer, UpdateReport
 from ckpt_engine.channel import ManagerStub
+from ckpt_engine.gate.directory import EngineDirectory
+from ckpt_engine.gate.page import EnginePage
 from ckpt_engine.v1 import manager_pb2
 from tests.cluster import Cluster, Replica
 from tests.conformance.engines import Engine, Span
@@ -91,6 +94,15 @@ class Server:
         status = self.replica.status
         assert status is not None
         return [worker.epoch for worker in status.workers]
+
+    def caches_kept(self) -> int:
+        """How many updates of its engine kept caches, as its page says."""
+        body = httpx.get(f"{self.replica.url}/ckpt_engine/info", timeout=60).json()
+        page = EnginePage(EngineDirectory(Path(body["directory"])).page)
+        try:
+            return page.caches_kept()
+        finally:
+            page.close()
 
     def sleep(self, level: int) -> str:
         """What is wrong; empty if it sleeps."""

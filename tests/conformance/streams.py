@@ -22,8 +22,8 @@ BEGUN = 5
 class Updates:
     """asked: how many updates have been asked for; streams note it, so that it is known which one they lived through.
 
-    Prompts are handed out here: no two have the same beginning, so none is answered from caches of another one. (Some
-    engines keep those over an update in place, and say so.)
+    Prompts are handed out here: no two have the same beginning, so none is answered from caches of another one, which
+    requests that were let in before an update in place may be.
     """
 
     def __init__(self) -> None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,10 @@ from ckpt_engine.trace import ENVIRONMENT as TRACE
 from ckpt_engine.v1 import manager_pb2
 from tests.cluster import corrupt_after_sealing, eventually, outcomes, running_cluster
 from tests.conformance.crashes import CRASHES, Crash, Watcher, kill, update_and_kill, victim_of
-from tests.conformance.engines import ENGINES, Engine
+from tests.conformance.engines import ENGINES, Answer, Engine
 from tests.conformance.server import RELAY, Server
-from tests.conformance.streams import Stream, Updates, breaks, shows
-from tests.conformance.weights import BAD, O_PROJ, Models, load, weights_of
+from tests.conformance.streams import BEGUN, COUNT, Stream, Updates, breaks, shows
+from tests.conformance.weights import BAD, O_PROJ, TOKENS, Models, load, of_one_version, weights_of
 from tests.engines.serving import check_routes
 from tests.faults.listener import Listener
 
@@ -193,6 +195,63 @@ def test_requests_in_flight_during_updates(server: Server, mode: manager_pb2.Pau
             answered = [seen for each in streams for seen in each.end()]
         assert [wrong for seen in answered if (wrong := breaks(mode, models, seen))] == []
         server.assert_serves(4 + version % 2, version)
+
+
+def test_no_later_request_finds_caches_of_an_update_in_place(server: Server) -> None:
+    """It answers as a server with empty caches does, over 256 tokens that others have asked for before, and after going
+    back too. Within one version caches are found as ever, and what a caller keeps apart stays apart."""
+    engine, replica, finds = server.engine, server.replica, bool(server.engine.salt_field)
+    if manager_pb2.PAUSE_MODE_IN_PLACE not in engine.capabilities.pause_modes:
+        refuses_the_mode(server, manager_pb2.PAUSE_MODE_IN_PLACE)
+        return
+    models, live = [server.models[4], server.models[5]], server.models.live(4)
+    shared = [1 + number % 500 for number in range(1000, 1256)]
+
+    def ask(more: Sequence[int], salt: str = "") -> Answer:
+        answer = engine.complete(replica, [*shared, *more], TOKENS, salt)
+        assert answer.status == 200, f"{answer}\n{replica.tail()}"
+        return answer
+
+    def long(tail: int, runs: threading.Event) -> tuple[int, ...]:
+        """A request's last token, and its answer, in the turn that comes after it."""
+
+        def told(count: int) -> None:
+            if count >= BEGUN:
+                runs.set()
+
+        try:
+            answer = engine.stream(replica, [*shared, tail], COUNT, told)
+        finally:
+            runs.set()
+        assert answer.status == 200, f"{answer}\n{replica.tail()}"
+        return tail, *answer.tokens
+
+    with server.trainer("prefixes") as trainer, ThreadPoolExecutor(1) as pool:
+        trainer.publish(live, move=True)
+        assert trainer.update_weights(version=0).ok
+        ask([1])
+        before = ask([2])
+        assert (before.cached > 0) is finds
+        kept = server.caches_kept()
+        for version in (1, 2) if finds else (1,):  # 2 has the weights of 0 again
+            runs = threading.Event()
+            request = pool.submit(long, 10 + version, runs)
+            assert runs.wait(120)
+            load(live, models[version % 2])
+            report = trainer.update_weights(version=version, pause_mode="in_place")
+            assert report.ok, f"{report}\n{replica.tail()}"
+            turn = request.result(120)
+            first, apart = ask([2]), ask([2], f"nothing is cached {version}")
+            assert (first.cached, apart.cached, first.tokens) == (0, 0, apart.tokens)
+            assert (ask([2]).cached > 0) is finds
+            for more in ((2,), (3, 2), turn):
+                assert of_one_version([models[version % 2]], [*shared, *more], ask(more).tokens)
+            assert (ask([2], "mine").cached, ask([2], "mine").cached > 0) == (0, finds)
+            assert server.caches_kept() == kept + version
+        load(live, models[1])
+        assert trainer.update_weights(version=version + 1, pause_mode="keep").ok
+        assert (ask([2]).cached, ask([2]).cached > 0) == (0, finds)
+        assert server.caches_kept() == kept + version, "caches were emptied: no other salt is needed"
 
 
 def until_one_ends(streams: list[Stream], before: list[int]) -> None:

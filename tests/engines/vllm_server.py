@@ -29,7 +29,16 @@ needs_vllm = [
 
 _COMMAND = (
     *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--served-model-name", "tiny", "--enforce-eager"),
-    *("--max-model-len", "256", "--dtype", "bfloat16", "--skip-tokenizer-init", "--gpu-memory-utilization", "0.3"),
+    *(
+        "--max-model-len",
+        "512",
+        "--enable-prompt-tokens-details",
+        "--dtype",
+        "bfloat16",
+        "--skip-tokenizer-init",
+        "--gpu-memory-utilization",
+        "0.3",
+    ),
 )
 _ENVIRONMENT = {
     "PYTHONPATH": OVERLAY,

@@ -28,11 +28,14 @@ def test_a_clean_word_lies_where_the_protocol_says(tmp_path: Path) -> None:
     assert not any(raw[68 : HEADER + 2 * SLOT]), "nor in slots that nobody has claimed"
     page.hold(RequestHold(9, 12.5, closed=True), HoldLimits(30.0, 4096, 1 << 28))
     page.lease(7.25)
+    page.keep_caches()
+    page.keep_caches()
     head = (tmp_path / "page").read_bytes()[:HEADER]
     hold = struct.pack("<QdBdIQ", 9, 12.5, 1, 30.0, 4096, 1 << 28)
     assert head[128:169] == hold + struct.pack("<I", zlib.crc32(hold))
     assert head[192:200] == struct.pack("<d", 7.25)
-    assert not any(head[169:192] + head[200:])
+    assert head[208:216] == struct.pack("<Q", 2)
+    assert not any(head[169:192] + head[200:208] + head[216:])
     word = raw[HEADER + 2 * SLOT : HEADER + 3 * SLOT]
     name = "längs".encode()
     assert word[:16] == slot.boot_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,13 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
+from ckpt_engine.engine.adapter import AdapterSettings, EngineInfo
 from ckpt_engine.gate.directory import TOKEN_HEADER, EngineDirectory
+from ckpt_engine.v1 import manager_pb2
+from ckpt_engine_adapters.sglang import driver
+from ckpt_engine_adapters.sglang.command import LOADER
 from ckpt_engine_adapters.sglang.gate import RELEASE_ROUTE, RESUME_ROUTE, STATE_ROUTE, SglangGate
+from tests.gate.server import serve
 
 
 def application(asked: list[Any], status: int = 200) -> FastAPI:
@@ -105,3 +111,24 @@ async def test_the_health_route_reaches_sglang_under_its_plain_path(directory: E
     app.add_middleware(SglangGate)
     answer = await ask(app, "nobody", path, "GET")
     assert (answer.status_code, answer.json()) == (200, "/health")
+
+
+@pytest.mark.parametrize("reason", ["", "it caches under no key"])
+def test_the_driver_learns_whether_the_server_can_be_updated_in_place(directory: EngineDirectory, reason: str) -> None:
+    app = FastAPI()
+    info = {"version": "0.5.23", "custom_weight_loader": [LOADER], "tp_size": 1, "pp_size": 1}
+    for route in driver._NEEDED:
+        app.add_api_route(route, lambda: info)
+    app.add_middleware(SglangGate, in_place=reason)
+
+    async def probe(url: str) -> EngineInfo:
+        adapter = driver.create_adapter(AdapterSettings(url, directory.path, directory.token()))
+        try:
+            return await adapter.probe(60)
+        finally:
+            await adapter.close()
+
+    with serve(app) as url:
+        found = asyncio.run(probe(url))
+    assert found.supported, found.reason
+    assert found.refused_modes == ({manager_pb2.PAUSE_MODE_IN_PLACE: reason} if reason else {})

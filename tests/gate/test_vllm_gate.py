@@ -20,7 +20,7 @@ from ckpt_engine.gate.gate import Receive, Scope, Send
 from ckpt_engine.gate.page import EngineMark, EnginePage, WorkerSlot
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine_adapters.vllm.command import check_options, options_of
-from ckpt_engine_adapters.vllm.driver import VllmAdapter
+from ckpt_engine_adapters.vllm.driver import VllmAdapter, launch_plan
 from ckpt_engine_adapters.vllm.gate import ABILITIES_ROUTE, INSTALL_ROUTE, PAUSE_ROUTE, VllmGate
 from tests.gate.server import serve
 
@@ -240,9 +240,19 @@ async def test_an_update_asks_the_engine_twice_if_all_goes_well(
 def test_a_server_that_would_answer_beside_the_gate_is_refused(
     command: list[str], environment: dict[str, str], named: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"{named}.*the gate does not see"):
+    with pytest.raises(ValueError, match=f"{named}.*the gate does not see; (leave it out|unset it)"):
         check_options(options_of(command), environment)
     check_options(options_of(["serve", "--port", "1"]), {"VLLM_USE_RUST_FRONTEND": "0"})
+
+
+def test_a_variable_in_front_of_the_command_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    serves = ("vllm", "serve", "model")
+    with pytest.raises(ValueError, match="VLLM_USE_RUST_FRONTEND=1 cannot be used"):
+        launch_plan(["env", "A=1", "VLLM_USE_RUST_FRONTEND=1", *serves], 1, "")
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(ValueError, match=r"VLLM_USE_RUST_FRONTEND=1 cannot be used .*; unset it"):
+        launch_plan(serves, 1, "")
+    launch_plan(["env", "VLLM_USE_RUST_FRONTEND=0", *serves], 1, "")
 
 
 @pytest.mark.parametrize("route", [PAUSE_ROUTE, INSTALL_ROUTE])
@@ -268,9 +278,9 @@ async def test_a_server_without_sleep_mode_says_so(
 ) -> None:
     """Its own `/sleep` would answer 200 and give nothing up."""
     app = application([])
-    assert (await ask(app, directory.token(), ABILITIES_ROUTE)).json() == {"sleeps": None}
+    assert (await ask(app, directory.token(), ABILITIES_ROUTE)).json()["sleeps"] is None
     app.state.engine_client.vllm_config = SimpleNamespace(
         model_config=SimpleNamespace(enable_sleep_mode=enabled), device_config=SimpleNamespace(device_type=device)
     )
-    assert (await ask(app, directory.token(), ABILITIES_ROUTE)).json() == {"sleeps": sleeps}
+    assert (await ask(app, directory.token(), ABILITIES_ROUTE)).json()["sleeps"] is sleeps
     assert (await ask(app, "guessed", ABILITIES_ROUTE)).status_code == 403

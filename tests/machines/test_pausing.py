@@ -27,6 +27,19 @@ def test_a_mode_that_is_not_declared_is_refused_in_words() -> None:
     assert "sglang 0.5.23, which cannot be paused in mode 'wait'; it can in: keep, in_place" in problem.message
 
 
+def test_a_mode_that_this_server_lacks_is_refused_with_the_reason() -> None:
+    engine = manager_pb2.Engine(
+        kind="vllm",
+        version="0.32.0",
+        pause_modes=[manager_pb2.PAUSE_MODE_KEEP],
+        refused_modes={manager_pb2.PAUSE_MODE_IN_PLACE: "its connector finds blocks by tokens alone"},
+    )
+    with pytest.raises(CkptEngineError, match=r"'in_place' \(its connector finds .* alone\); it can in: keep"):
+        check_pause_mode("one", engine, manager_pb2.PAUSE_MODE_IN_PLACE)
+    with pytest.raises(CkptEngineError, match="mode 'wait'; it can in: keep"):
+        check_pause_mode("one", engine, manager_pb2.PAUSE_MODE_WAIT)
+
+
 @pytest.mark.parametrize(
     "mode", [manager_pb2.PAUSE_MODE_UNSPECIFIED, manager_pb2.PAUSE_MODE_KEEP, manager_pb2.PAUSE_MODE_IN_PLACE]
 )

@@ -22,6 +22,7 @@ _SERVER = "sglang.launch_server"
 _TYPE = "--model-type"
 _TYPES = ("auto", "llm")
 
+_STORES = "stored caches of old weights would outlive an update"
 _DRAFT = "an update would leave the draft model behind"
 REFUSED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "--tokenizer-worker-num": (("1",), "its further API processes are not behind the gate"),
@@ -32,7 +33,11 @@ REFUSED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "--encoder-only": ((), BYPASS),
     "--pipeline-parallel-size": (("1",), "its stages take new weights one after the other, with tokens in between"),
     "--disaggregation-mode": (("null",), "caches of old weights would travel between servers"),
-    "--hicache-storage-backend": ((), "stored caches of old weights would outlive an update"),
+    "--hicache-storage-backend": ((), _STORES),
+    "--enable-lmcache": ((), _STORES),
+    "--enable-flexkv": ((), _STORES),
+    "--enable-unified-cache-external-linker": ((), _STORES),
+    "--radix-cache-backend": ((), "it is not known to keep requests with different keys apart"),
     "--speculative-algorithm": (("NGRAM",), _DRAFT),
     "--speculative-draft-model-path": ((), _DRAFT),
 }

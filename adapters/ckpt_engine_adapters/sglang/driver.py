@@ -18,6 +18,7 @@ from ckpt_engine.agent.http import AFTERWARDS_SECONDS, HttpAdapter
 from ckpt_engine.core.check_verdict import Score
 from ckpt_engine.core.labels import version_label
 from ckpt_engine.engine.adapter import (
+    OLD_GATE,
     AdapterAvailability,
     AdapterSettings,
     Capabilities,
@@ -77,7 +78,7 @@ CAPABILITIES = Capabilities(
     versions=("0.5.16 and 0.5.23 on CPUs and GPUs",),
     notes=(
         "keep retracts running requests and recomputes their caches with the new weights; in_place keeps the old ones, "
-        "also for later requests with the same beginning.",
+        "for running requests only.",
         "sleep ends the requests that are inside, and needs --enable-memory-saver; level 1 needs "
         "--enable-weights-cpu-backup besides; on a CPU it frees nothing.",
     ),
@@ -90,8 +91,8 @@ CAPABILITIES = Capabilities(
         "Data parallelism within one server is refused, except for attention: start one replica for each copy.",
         "A server with a draft model is refused: an update would leave that model behind.",
         "Further API processes, gRPC, Ray and encoder servers are refused: they answer without the gate.",
-        "Stored caches (--hicache-storage-backend) and disaggregated servers are refused: caches of old weights would "
-        "outlive an update.",
+        "Stored caches (--hicache-storage-backend, LMCache, FlexKV) and disaggregated servers are refused: caches of "
+        "old weights would outlive an update.",
     ),
 )
 
@@ -134,7 +135,11 @@ class SglangAdapter(HttpAdapter):
         await asyncio.to_thread(_entry, Instruction(Action.DISCARD))
         world_size = self._entries * int(info["pp_size"])
         paused, asleep, untested = state["paused"], bool(state["released"]), SUPPORTED.untested(version)
-        return EngineInfo(version, world_size, not refusal, refusal, paused, asleep, untested)
+        in_place = state.get("in_place", OLD_GATE)
+        refused_modes = {manager_pb2.PAUSE_MODE_IN_PLACE: str(in_place)} if in_place else {}
+        return EngineInfo(
+            version, world_size, not refusal, refusal, paused, asleep, untested, refused_modes=refused_modes
+        )
 
     async def prepare(self, seconds: float) -> None:
         await self._order_whenever(Instruction(Action.PREPARE), seconds)

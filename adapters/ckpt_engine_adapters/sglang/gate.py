@@ -15,7 +15,9 @@ from ckpt_engine.gate.gate import Application, Gate, Message, Receive, Scope, Se
 from ckpt_engine.gate.routes import listed
 
 STATE_ROUTE = "/ckpt_engine/sglang"
-"""Answers `{"paused": bool, "released": [tag, ...], "routes": [path, ...]}`, for the agent only."""
+"""Answers `{"paused": bool, "released": [tag, ...], "routes": [path, ...], "in_place": reason}`, for the agent only.
+
+in_place: why the server cannot be updated in place; empty: it can."""
 
 HEALTH_ROUTE = "/health"
 RELEASE_ROUTE = "/release_memory_occupation"
@@ -149,8 +151,10 @@ class SglangGate(Gate):
         }
     )
 
-    def __init__(self, app: Application) -> None:
+    def __init__(self, app: Application, in_place: str = "") -> None:
+        """in_place: why the server cannot be updated in place; empty: it can."""
         super().__init__(app)
+        self._in_place = in_place
         self._paused = False
         self._released: set[str] = set()
 
@@ -169,7 +173,7 @@ class SglangGate(Gate):
         if path == STATE_ROUTE:
             routes = sorted(set(listed(scope["app"])))
             state = {"paused": self._paused, "released": sorted(self._released), "routes": routes}
-            await answer_json(send, 200, state)
+            await answer_json(send, 200, {**state, "in_place": self._in_place})
         elif path in (RELEASE_ROUTE, RESUME_ROUTE):
             await self._memory(path, scope, receive, send)
         elif path in (PAUSE_ROUTE, CONTINUE_ROUTE):

@@ -1,7 +1,8 @@
 """Starts SGLang's own server behind our gate: ``python -m ckpt_engine_adapters.sglang.launch`` and SGLang's options.
 
-Processes and arguments are SGLang's. The gate is put around its application before it starts, and each scheduler makes
-our worker once it has a model (`scheduler.py`).
+Processes and arguments are SGLang's. The gate is put around its application before it starts, requests are salted on
+their way to the schedulers (`scheduler_requests.py`), and each scheduler makes our worker once it has a model
+(`scheduler.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 from ckpt_engine.engine.command import Options
 from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.gate.page import EnginePage
+from ckpt_engine.gate.salt import CacheSalt
 from ckpt_engine_adapters.sglang.command import (
     REFUSED,
     WORKERS_VARIABLE,
@@ -44,14 +47,16 @@ def main(arguments: Sequence[str]) -> None:
 
     from ckpt_engine_adapters.sglang.gate import SglangGate
     from ckpt_engine_adapters.sglang.scheduler import run_scheduler_process
+    from ckpt_engine_adapters.sglang.scheduler_requests import salt_requests
 
     load_plugins()
     settings = prepare_server_args(server_arguments(arguments))
     _check(_resolved(settings))  # a --config file may say more than the command line
+    in_place = salt_requests(settings, CacheSalt(EnginePage(directory.page)))
     app: Any = http_server.app
     build = app.build_middleware_stack
     # Outermost, whatever SGLang adds while it starts.
-    app.build_middleware_stack = lambda: SglangGate(build())
+    app.build_middleware_stack = lambda: SglangGate(build(), in_place)
     try:
         http_server.launch_server(settings, run_scheduler_process_func=run_scheduler_process)
     finally:

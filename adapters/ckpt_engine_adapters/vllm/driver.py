@@ -9,15 +9,17 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from ckpt_engine.agent.http import HttpAdapter
 from ckpt_engine.core.check_verdict import Score
 from ckpt_engine.core.json_text import load_json
 from ckpt_engine.core.labels import version_label
 from ckpt_engine.engine.adapter import (
+    OLD_GATE,
     AdapterAvailability,
     AdapterSettings,
     Capabilities,
@@ -27,6 +29,7 @@ from ckpt_engine.engine.adapter import (
 )
 from ckpt_engine.engine.command import completed, value
 from ckpt_engine.engine.node_plan import NodePart, leave_to_nodes
+from ckpt_engine.engine.programs import variables_of
 from ckpt_engine.engine.versions import Supported
 from ckpt_engine.host.gpus import has_nvidia_driver
 from ckpt_engine.http_client.connections import Answer
@@ -63,7 +66,8 @@ CAPABILITIES = Capabilities(
     layouts=("TP", "PP", "DP", "EP"),
     versions=("0.26 and 0.33 on GPUs", "0.28, 0.30 and 0.32 on CPUs"),
     notes=(
-        "keep recomputes the caches of running requests with the new weights; in_place keeps the old ones.",
+        "keep recomputes the caches of running requests with the new weights; in_place keeps the old ones, for running "
+        "requests only.",
         "sleep ends the requests that are inside, and needs --enable-sleep-mode; on a CPU it frees nothing.",
         "What a kernel repacks or the engine quantises is verified as handed to its loader.",
     ),
@@ -72,6 +76,7 @@ CAPABILITIES = Capabilities(
         "Loaders that replace parameters instead of writing to them are refused.",
         "Quantised layers that several GPUs share are refused (tensor parallelism; experts under data parallelism).",
         "Experts on a CPU are installed and verified, but vLLM's own kernel there dies of the first request.",
+        "in_place is refused with a connector (--kv-transfer-config) not known to look blocks up by their salt.",
     ),
 )
 
@@ -96,6 +101,7 @@ class VllmAdapter(HttpAdapter):
     def __init__(self, settings: AdapterSettings) -> None:
         super().__init__(settings)
         self._routes: frozenset[str] = frozenset()
+        self._stores = False  # whether it keeps caches in connectors, too
         self._resumed_as: str | None = None  # the label under which the gate has resumed after the last install
 
     async def _ask(self, route: str, seconds: float, **params: str | int | list[str]) -> Answer:
@@ -121,18 +127,27 @@ class VllmAdapter(HttpAdapter):
         if "/is_sleeping" in self._routes:
             asleep = bool((await self._get("/is_sleeping", seconds))["is_sleeping"])
         refusal, untested = SUPPORTED.refusal(version), SUPPORTED.untested(version)
-        levels = self.capabilities.sleep_levels if await self._sleeps(seconds) else frozenset[int]()
-        return EngineInfo(version, world_size, not refusal, refusal, paused, asleep, untested, levels)
+        abilities = await self._abilities(seconds)
+        levels = self.capabilities.sleep_levels if abilities.get("sleeps") is not False else frozenset[int]()
+        in_place = abilities.get("in_place", OLD_GATE)
+        refused_modes = {manager_pb2.PAUSE_MODE_IN_PLACE: str(in_place)} if in_place else {}
+        self._stores = bool(abilities.get("connectors"))
+        return EngineInfo(version, world_size, not refusal, refusal, paused, asleep, untested, levels, refused_modes)
 
-    async def _sleeps(self, seconds: float) -> bool:
-        """Asks whether the server can sleep; assumed of one with an older gate."""
+    async def _abilities(self, seconds: float) -> Mapping[str, Any]:
+        """What the gate says that the server can do; nothing: an older gate."""
         try:
             answer = await self._client.call("GET", ABILITIES_ROUTE, seconds)
         except EngineCallError as error:
             if not error.answered:
                 raise
-            return True
-        return answer.json().get("sleeps") is not False
+            return {}
+        abilities: Mapping[str, Any] = answer.json()
+        return abilities
+
+    def keeps_caches(self, mode: manager_pb2.PauseMode) -> bool:
+        """Also of a server with connectors: vLLM asks them to forget their blocks, and not all do."""
+        return self._stores or super().keeps_caches(mode)
 
     async def prepare(self, seconds: float) -> None:
         await self._post("/init_weight_transfer_engine", seconds, init_info={})
@@ -217,7 +232,7 @@ def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:
     if not command or command[0].startswith("-"):
         command = [sys.executable, "-m", MODULE, *command]
     options = options_of(command)
-    check_options(options, os.environ)
+    check_options(options, {**os.environ, **variables_of(command)})
     leave_to_nodes(options.keys() & _SET_BY_NODES)
     if (serve := model_of_serve(command)) is not None and "--model" not in options:
         at, serve_model = serve

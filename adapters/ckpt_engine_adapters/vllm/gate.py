@@ -1,10 +1,11 @@
 """The gate with vLLM's routes, for `--middleware ckpt_engine_adapters.vllm.gate.VllmGate`.
 
-It also adds routes. One reports what vLLM does not: whether this server can sleep. The other two shorten the time
-without tokens. One pauses at once: vLLM's `/pause` sleeps for 20 ms after its scheduler has stopped, so that the last
-answers are sent first, which an update does not need. The other makes an update's three calls to the workers, for which
-vLLM has three routes; once all state words say that the weights are whole, it resumes vLLM under its new label, for
-which vLLM has two more.
+It also has each request salted on its way to vLLM's core (core_requests.py), and adds routes. One reports what vLLM
+does not: whether this server can sleep, and be updated in place. The other two shorten the time without tokens. One
+pauses at once: vLLM's `/pause` sleeps for 20 ms after its scheduler has stopped, so that the last answers are sent
+first, which an update does not need. The other makes an update's three calls to the workers, for which vLLM has three
+routes; once all state words say that the weights are whole, it resumes vLLM under its new label, for which vLLM has two
+more.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from typing import Any, ClassVar
 from urllib.parse import parse_qs
 
 from ckpt_engine.core.labels import version_label
-from ckpt_engine.gate.gate import Gate, Receive, Scope, Send, answer_json
+from ckpt_engine.gate.gate import Application, Gate, Receive, Scope, Send, answer_json
 from ckpt_engine.gate.page import admission
+from ckpt_engine.gate.salt import CacheSalt
+from ckpt_engine_adapters.vllm.connectors import connectors, in_place_refusal
+from ckpt_engine_adapters.vllm.core_requests import ELSEWHERE, salt_requests
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +40,11 @@ _METHODS = {"resume": ("resume_generation",), "label": ("update_weight_version",
 """What vLLM's engine client needs for each `then`."""
 
 ABILITIES_ROUTE = "/ckpt_engine/abilities"
-"""Answers `{"sleeps": …}`: false for a server on a GPU without sleep mode, whose `/sleep` answers 200 and frees
-nothing; null: this vLLM keeps its settings elsewhere."""
+"""Answers `{"sleeps": …, "in_place": …, "connectors": [name, …]}`.
+
+sleeps: false for a server on a GPU without sleep mode, whose `/sleep` answers 200 and frees nothing; null: this vLLM
+keeps its settings elsewhere. in_place: why it cannot be updated in place; empty: it can. connectors: what it keeps
+caches in beside its own."""
 
 
 class VllmGate(Gate):
@@ -138,16 +145,29 @@ class VllmGate(Gate):
         }
     )
 
+    def __init__(self, app: Application) -> None:
+        super().__init__(app)
+        self._salt = CacheSalt(self._page)
+        self._no_salt = ELSEWHERE  # why requests get no salt; empty: they do
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Has requests salted before the first one is let in: by then vLLM has made its engine."""
+        if self._no_salt:
+            self._no_salt = salt_requests(_engine(scope), self._salt)
+        await super().__call__(scope, receive, send)
+
     async def control(self, route: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers our own routes; vLLM answers the others."""
-        engine: Any = getattr(scope["app"].state, "engine_client", None)
+        engine = _engine(scope)
         query = parse_qs(scope["query_string"].decode())
         if route == PAUSE_ROUTE:
             await _pause(engine, query, send)
         elif route == INSTALL_ROUTE:
             await self._install(engine, query, send)
         elif route == ABILITIES_ROUTE:
-            await answer_json(send, 200, {"sleeps": _sleeps(engine)})
+            names = connectors(getattr(engine, "vllm_config", None))
+            in_place = self._no_salt or in_place_refusal(names)
+            await answer_json(send, 200, {"sleeps": _sleeps(engine), "in_place": in_place, "connectors": names})
         else:
             await super().control(route, scope, receive, send)
 
@@ -194,6 +214,11 @@ class VllmGate(Gate):
             log.warning("ckpt-engine: vLLM was not resumed as %s; its agent asks again", label, exc_info=True)
             return None
         return label
+
+
+def _engine(scope: Scope) -> Any:
+    """vLLM's AsyncLLM; None: there is none yet."""
+    return getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
 
 
 def _sleeps(engine: Any) -> bool | None:
