@@ -13,11 +13,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ckpt_engine.core.version_bounds import (
+    LINEAGE_CHANGED,
+    ROLLED_BACK,
+    VERSION_CHANGED,
+    VERSION_GONE,
+    VERSION_NOT_YET,
+)
 from ckpt_engine.gate.holding import ALONE, ASLEEP, DEAD_WORKER, FULL, NO_WEIGHTS, QUARANTINED, UPDATING
 from ckpt_engine.host.processes import process_start_time
 from ckpt_engine.host.reserve import reserve
 
-REASONS = (ALONE, ASLEEP, DEAD_WORKER, FULL, NO_WEIGHTS, QUARANTINED, UPDATING)
+REASONS = (
+    *(ALONE, ASLEEP, DEAD_WORKER, FULL, NO_WEIGHTS, QUARANTINED, UPDATING),
+    *(VERSION_NOT_YET, VERSION_GONE, ROLLED_BACK, VERSION_CHANGED, LINEAGE_CHANGED),
+)
 """Reasons of a gate's refusals, in the order of the file's numbers. Append new ones."""
 
 _FILE = struct.Struct("<QQQQd32Q")  # pid, its start time, waiting now, kept so far, their seconds, refusals by reason

@@ -2,7 +2,8 @@
 
 At every request it reads the engine's page: the workers' state words, and the agent's marks (asleep, own weights, a
 running update, its lease). During an update it holds requests and lets them in afterwards, in order. It does not stop
-requests that are already inside; the engine's pause does.
+requests that are already inside; the engine's pause does. A request may name the versions that it accepts, in headers
+or in its body (core/version_bounds.py): it gets an answer of such a version, or 409.
 
 Control routes need the token in the engine's directory, which the agent has. With the token the agent's own requests
 for tokens (a self-check before the first update) pass in every state.
@@ -13,33 +14,39 @@ An adapter subclasses it with the routes of its engine. Any framework that takes
 from __future__ import annotations
 
 import hmac
-import json
 import math
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from ckpt_engine.core.loopback import is_loopback
-from ckpt_engine.core.openai_errors import error_object
+from ckpt_engine.core.version_bounds import LINEAGE, MIN_VERSION, PREFIX, VERSION, VersionBounds, bounds_of, once
+from ckpt_engine.gate.asgi import (
+    Application,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    answer_json,
+    refuse,
+    refuse_websocket,
+)
+from ckpt_engine.gate.bounded import (
+    BoundedAnswer,
+    BoundedAnswers,
+    VersionHeaders,
+    is_whole,
+)
+from ckpt_engine.gate.bounds import BoundedVisit, unmet_at_entry
 from ckpt_engine.gate.counts import GateCounts
 from ckpt_engine.gate.directory import TOKEN_HEADER, EngineDirectory
 from ckpt_engine.gate.holding import DecisionKind, GateDecision
-from ckpt_engine.gate.page import Admission, EnginePage
+from ckpt_engine.gate.page import EnginePage
 from ckpt_engine.gate.reader import StateReader
 from ckpt_engine.gate.readiness import ReadyQuestion
+from ckpt_engine.gate.request_body import read_ahead, replay, take_field
 from ckpt_engine.gate.routes import EngineRoutes, RouteAccess, listed
-from ckpt_engine.gate.waiting import WaitingRoom
+from ckpt_engine.gate.waiting import HeldRequest, WaitingRoom
 from ckpt_engine.v1 import weights_pb2
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-ADMITTED_VERSION_HEADER = b"x-ckpt-engine-admitted-version"
-ADMITTED_ROOT_HEADER = b"x-ckpt-engine-admitted-root"
-"""The version that the workers held when the request was let in. Its tokens may be of a later one, if it waits or its
-body comes slowly. Only the body can say which version made them."""
 
 INFO_ROUTE = "/ckpt_engine/info"
 READY_ROUTE = "/ckpt_engine/ready"
@@ -50,12 +57,17 @@ ROUTES_ROUTE = "/ckpt_engine/routes"
 """Every route of the engine with its class, for the agent only."""
 
 _TOKEN_HEADER = TOKEN_HEADER.encode()
+_PREFIXES = (PREFIX.encode(), PREFIX.replace("-", "_").encode())
+BAD_REQUEST = "bad_request"
+_TAKEN = (VERSION, MIN_VERSION, LINEAGE)
+"""The headers of ours with which a caller may ask. Others need a gateway, which knows the last version and waits."""
 
 
 class Gate:
     """Lets requests in while all workers are clean with one root and the engine is awake, holds them during an update,
-    and answers 503 otherwise. Each answer's headers name the version under which its request was let in. An engine
-    that is marked as having its own weights is open while it is awake, and its answers name no version.
+    and answers 503 otherwise. Each answer's headers name the version under which its request was let in, and a whole
+    one's also the version under which it ended. An engine that is marked as having its own weights is open while it is
+    awake, and its answers name no version.
 
     Raises at construction (so that the server does not start) if the engine's directory or its token cannot be used.
     routes.py says how routes are written; a route in none of the three sets needs the token, like a control route.
@@ -83,6 +95,8 @@ class Gate:
         self._room = WaitingRoom(self._state)
         self._waiting = self._room.queue
         self._counts = GateCounts(directory.path)
+        self._bounded = BoundedAnswers(self._state)
+        self._headers = VersionHeaders(None)  # of the version that was named last
         self._routes = EngineRoutes(self.open_routes, self.generation_routes, self.control_routes | {"/ckpt_engine/"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,14 +107,12 @@ class Gate:
         if scope["type"] not in ("http", "websocket"):
             raise ValueError(f"the gate lets through HTTP and WebSockets, not {scope['type']!r}")
         route, access = self._routes.of_request(scope)
-        if access is RouteAccess.GATED and self._has_token(scope):
-            await self._app(scope, receive, send)  # the agent's own request, also while the gate is closed to others
-        elif access is RouteAccess.GATED:
-            decision = self._state.decision()
-            if decision.kind is DecisionKind.ADMIT and self._waiting.empty:
-                await self._let_in(decision, scope, receive, send)
+        if access is RouteAccess.GATED:
+            ours = [header for header in scope["headers"] if header[0].startswith(_PREFIXES)]
+            if ours and self._has_token(scope):
+                await self._app(scope, receive, send)  # the agent's own request, also while the gate is closed
             else:
-                await self._keep(decision, scope, receive, send)
+                await self._gated(ours, scope, receive, send)
         elif access is RouteAccess.OPEN:
             await self.open(route, scope, receive, send)
         elif route == INFO_ROUTE:
@@ -108,7 +120,7 @@ class Gate:
         elif route == READY_ROUTE:
             await self._ready(scope, send)
         elif not self._has_token(scope):
-            await _refuse(scope, send, 403, _agents_only(route, access), f"{access.value}_route")
+            await _turn_away(scope, send, 403, _agents_only(route, access), f"{access.value}_route")
         elif route == ROUTES_ROUTE:
             await answer_json(
                 send, 200, {each: self._routes.of(each).value for each in listed(scope.get("app", self._app))}
@@ -127,34 +139,121 @@ class Gate:
         """
         await self._app(scope, receive, send)
 
-    async def _let_in(self, decision: GateDecision, scope: Scope, receive: Receive, send: Send) -> None:
-        state = decision.verdict
-        await self._app(scope, receive, send if state.identity is None else _with_version(send, state))
+    async def _gated(self, ours: Sequence[tuple[bytes, bytes]], scope: Scope, receive: Receive, send: Send) -> None:
+        """Lets a request in, keeps it first, or refuses it. ours: its headers that begin with our prefix."""
+        try:
+            headers = _version_headers(ours) if ours else {}
+        except ValueError as error:
+            await _turn_away(scope, send, 400, str(error), BAD_REQUEST)
+            return
+        held: list[HeldRequest] = []
+        body: Message | None = None
+        try:
+            decision = self._state.decision()
+            while True:
+                if decision.kind is not DecisionKind.ADMIT or (body is None and not self._waiting.empty):
+                    request = await self._keep(decision, scope, receive, send)
+                    if request is None or request.decision is None:
+                        return
+                    held.append(request)
+                    decision, receive = request.decision, request.receive(receive)
+                if body is not None or scope.get("method") != "POST":
+                    break
+                body = await read_ahead(scope, receive)
+                if body is None:
+                    return  # the client has gone
+                receive = replay(body, receive)
+                decision = self._state.decision()  # the body may have come slowly
+                if decision.kind is DecisionKind.ADMIT:
+                    break
+            await self._enter(decision, headers, body, scope, receive, send)
+        finally:
+            for request in held:
+                request.close()
 
-    async def _keep(self, decision: GateDecision, scope: Scope, receive: Receive, send: Send) -> None:
-        """Holds a request until its turn comes, or there is nothing to wait for. A WebSocket is refused: its client
-        must dial again."""
+    async def _enter(
+        self,
+        decision: GateDecision,
+        headers: Mapping[str, str],
+        body: Message | None,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        """Lets a request in if its bounds hold. headers: that ask for versions. body: what was read of it, which
+        `receive` returns first."""
+        field = None
+        if body is not None:
+            field, scope = take_field(scope, body)
+        if not headers and field is None:
+            await self._app(scope, receive, self._naming_versions(decision, send))
+            return
+        try:
+            bounds = _bounds(headers, field, scope)
+        except ValueError as error:
+            await _turn_away(scope, send, 400, str(error), BAD_REQUEST)
+            return
+        unmet = unmet_at_entry(bounds, decision.verdict.identity, self._state.highest)
+        if unmet is not None:
+            self._counts.refused(unmet.reason)
+            await _turn_away(scope, send, 409, unmet.detail, unmet.reason, 1 if unmet.may_pass else None)
+            return
+        answer = BoundedAnswer(
+            BoundedVisit(bounds, decision), self._state, send, self._counts.refused, field is not None
+        )
+        with self._bounded.judged(answer):
+            try:
+                await self._app(scope, receive, answer.send)
+            except Exception:
+                if not answer.ended:  # else the engine was told that its client has gone
+                    raise
+
+    def _naming_versions(self, decision: GateDecision, send: Send) -> Send:
+        """A `send` that adds the headers of the versions under which a request was let in and ended."""
+        identity = decision.verdict.identity
+        if identity is None:
+            return send
+        admitted = self._headers_of(identity).admitted
+
+        async def send_with_versions(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [*message.get("headers", ()), *admitted]
+                if is_whole(message):
+                    headers += self._headers_of(self._state.verdict().identity).end
+                message["headers"] = headers
+            await send(message)
+
+        return send_with_versions
+
+    def _headers_of(self, identity: weights_pb2.Identity | None) -> VersionHeaders:
+        """The reader gives the same object as long as the page is the same."""
+        if self._headers.identity is not identity:
+            self._headers = VersionHeaders(identity)
+        return self._headers
+
+    async def _keep(self, decision: GateDecision, scope: Scope, receive: Receive, send: Send) -> HeldRequest | None:
+        """Holds a request until its turn comes, or there is nothing to wait for. Returns it if it may go in; the caller
+        closes it. None: it was refused, or its client has gone. A WebSocket is refused: its client must dial again."""
         if scope["type"] == "websocket":
             await self._refuse(decision, scope, send)
-            return
+            return None
         answer = self._waiting.arrive(decision, _announced(scope), self._state.clock(), self._state.limits)
         if isinstance(answer, GateDecision):
             await self._refuse(answer, scope, send)
-            return
+            return None
         self._counts.waits()
         try:
             request = await self._room.wait(answer, receive)
         finally:
             self._counts.waited(self._state.clock() - answer.arrived)
+        if request.decision is not None and request.decision.kind is DecisionKind.ADMIT:
+            return request
         try:
-            if request.decision is None:
-                return  # the client has gone
-            if request.decision.kind is DecisionKind.ADMIT:
-                await self._let_in(request.decision, scope, request.receive(receive), send)
-            else:
+            if request.decision is not None:
                 await self._refuse(request.decision, scope, send)
         finally:
             request.close()
+        return None
 
     async def _refuse(self, decision: GateDecision, scope: Scope, send: Send) -> None:
         self._counts.refused(decision.reason)
@@ -167,7 +266,7 @@ class Gate:
         remaining = math.ceil(decision.until - self._state.clock())
         detail = f"this replica does not serve now: {decision.detail}"
         retry_after = remaining if remaining > 0 else None
-        await _refuse(scope, send, 503, detail, decision.reason, retry_after, members)
+        await _turn_away(scope, send, 503, detail, decision.reason, retry_after, members)
 
     def _has_token(self, scope: Scope) -> bool:
         token = next((value for name, value in scope["headers"] if name == _TOKEN_HEADER), b"")
@@ -177,7 +276,7 @@ class Gate:
         try:
             question = ReadyQuestion.from_query(scope.get("query_string", b"").decode("latin-1"))
         except ValueError as error:
-            await _refuse(scope, send, 400, f"{READY_ROUTE}: {error}", "bad_question")
+            await _turn_away(scope, send, 400, f"{READY_ROUTE}: {error}", "bad_question")
             return
         decision = self._state.decision()
         limits, state = self._state.limits, decision.verdict
@@ -190,17 +289,17 @@ class Gate:
         reason, detail = question.unmet(identity)
         if reason:
             words = f"this replica does not serve what is asked for: {detail}"
-            await _refuse(scope, send, 503, words, reason, members=_version_members(identity))
+            await _turn_away(scope, send, 503, words, reason, members=_version_members(identity))
         elif decision.kind is DecisionKind.ADMIT:
             body = {"ready": True, "open": True, **_version_members(identity)}
-            await answer_json(send if identity is None else _with_version(send, state), 200, body)
+            await answer_json(self._naming_versions(decision, send), 200, body)
         else:
             await answer_json(send, 200, {"ready": True, "open": False, **_version_members(None)})
 
     async def _information(self, scope: Scope, send: Send) -> None:
         client = scope.get("client")
         if client is not None and not is_loopback(client[0]):
-            await _refuse(scope, send, 403, f"{INFO_ROUTE} answers on this host only", "not_local")
+            await _turn_away(scope, send, 403, f"{INFO_ROUTE} answers on this host only", "not_local")
             return
         mark = self._page.marked()
         decision = self._state.decision()
@@ -218,21 +317,6 @@ class Gate:
             "root": state.identity.root.hex() if state.identity else None,
         }
         await answer_json(send, 200, body)
-
-
-def _with_version(send: Send, state: Admission) -> Send:
-    assert state.identity is not None
-    headers = [
-        (ADMITTED_VERSION_HEADER, str(state.identity.version).encode()),
-        (ADMITTED_ROOT_HEADER, state.identity.root.hex().encode()),
-    ]
-
-    async def send_with_version(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", ()), *headers]
-        await send(message)
-
-    return send_with_version
 
 
 def _version_members(identity: weights_pb2.Identity | None) -> dict[str, object]:
@@ -257,7 +341,25 @@ def _announced(scope: Scope) -> int:
     return int(length) if length.isdigit() else 0
 
 
-async def _refuse(
+def _version_headers(ours: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
+    """The headers that ask for versions. Raises ValueError for any other one of ours."""
+    named = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in ours if name != _TOKEN_HEADER]
+    return once(named, _TAKEN, " at a replica's gate")
+
+
+def _bounds(headers: Mapping[str, str], field: Any, scope: Scope) -> VersionBounds:
+    """The versions that a request accepts. Raises ValueError."""
+    if scope["type"] == "websocket":
+        raise ValueError(f"{', '.join(headers)}: a WebSocket cannot ask for versions, since its answers do not end")
+    bounds = bounds_of(headers, field)
+    if bounds.max_lag is not None:
+        raise ValueError(
+            "weight_version.max_lag: a replica does not know the last version; ask a gateway, or give min_version"
+        )
+    return bounds
+
+
+async def _turn_away(
     scope: Scope,
     send: Send,
     status: int,
@@ -266,33 +368,8 @@ async def _refuse(
     retry_after: int | None = None,
     members: Mapping[str, object] | None = None,
 ) -> None:
-    """Sends a refusal. detail: for people. reason: for programs. members: more of the body."""
+    """Sends a refusal; see `refuse`."""
     if scope["type"] == "websocket":
-        code = {403: 1008, 503: 1013}[status]  # policy violation; try again later
-        await send({"type": "websocket.close", "code": code, "reason": detail[:120]})
-        return
-    problem = {
-        "type": "about:blank",
-        "title": {400: "Bad Request", 403: "Forbidden", 503: "Service Unavailable"}[status],
-        "status": status,
-        "detail": detail,
-        "reason": reason,
-        "error": error_object(status, reason, detail),
-        **(members or {}),
-    }
-    body = json.dumps(problem).encode()
-    headers = [] if retry_after is None else [(b"retry-after", str(retry_after).encode())]
-    await _answer(send, status, b"application/problem+json", body, headers)
-
-
-async def answer_json(send: Send, status: int, body: object) -> None:
-    """Sends a whole answer of JSON."""
-    await _answer(send, status, b"application/json", json.dumps(body).encode(), [])
-
-
-async def _answer(
-    send: Send, status: int, content_type: bytes, body: bytes, headers: list[tuple[bytes, bytes]]
-) -> None:
-    standard = [(b"content-type", content_type), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": standard + headers})
-    await send({"type": "http.response.body", "body": body})
+        await refuse_websocket(send, status, detail)
+    else:
+        await refuse(send, status, detail, reason, retry_after, members)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from ckpt_engine.gate.page import DIRTY, NONE, Admission, EngineMark, HoldLimits, RequestHold, WorkerWord, admission
@@ -42,6 +42,7 @@ class GateDecision:
     detail: str  # for people; empty when it is let in
     until: float  # latest end of the running update, monotonic seconds; 0.0: none runs
     verdict: Admission  # of the weights
+    installs: tuple[int, ...] = ()  # the epoch of each worker's last install, also of one that writes; by rank
 
 
 def decide(
@@ -52,20 +53,19 @@ def decide(
     During an update requests are held whatever the words say: half a version, none yet, or an old one of an engine that
     is about to be paused. That ends at the deadline that the agent wrote, even if the agent is dead.
     """
-    verdict = admission(words, mark, alone)
+    verdict, installs = admission(words, mark, alone), tuple(word.epoch for word in words)
     if alone:
-        return GateDecision(DecisionKind.REFUSE, ALONE, verdict.reason, 0.0, verdict)
+        return GateDecision(DecisionKind.REFUSE, ALONE, verdict.reason, 0.0, verdict, installs)
     dead = any(word.boot_id and not word.alive for word in words)
     if hold.epoch and not hold.closed and now < hold.until and not dead:
-        return GateDecision(
-            DecisionKind.HOLD, UPDATING, f"its weights are being updated (epoch {hold.epoch})", hold.until, verdict
-        )
+        detail = f"its weights are being updated (epoch {hold.epoch})"
+        return GateDecision(DecisionKind.HOLD, UPDATING, detail, hold.until, verdict, installs)
     if verdict.open and hold.closed:
         detail = f"its engine has not resumed since the update of epoch {hold.epoch}; its agent asks it again"
-        return GateDecision(DecisionKind.REFUSE, QUARANTINED, detail, 0.0, verdict)
+        return GateDecision(DecisionKind.REFUSE, QUARANTINED, detail, 0.0, verdict, installs)
     if verdict.open:
-        return GateDecision(DecisionKind.ADMIT, "", "", 0.0, verdict)
-    return GateDecision(DecisionKind.REFUSE, *_why_closed(words, mark, dead, verdict), 0.0, verdict)
+        return GateDecision(DecisionKind.ADMIT, "", "", 0.0, verdict, installs)
+    return GateDecision(DecisionKind.REFUSE, *_why_closed(words, mark, dead, verdict), 0.0, verdict, installs)
 
 
 def _why_closed(words: Sequence[WorkerWord], mark: EngineMark, dead: bool, verdict: Admission) -> tuple[str, str]:
@@ -176,4 +176,4 @@ class Queue:
 
 
 def _refused(decision: GateDecision, reason: str, detail: str) -> GateDecision:
-    return GateDecision(DecisionKind.REFUSE, reason, detail, decision.until, decision.verdict)
+    return replace(decision, kind=DecisionKind.REFUSE, reason=reason, detail=detail)

@@ -24,6 +24,8 @@ class StateReader:
         self.hold = RequestHold()
         self.limits = HoldLimits()
         self.last_identity: weights_pb2.Identity | None = None  # the version of the last look that found whole weights
+        # The highest version that a look found, of the lineage that was found last.
+        self.highest: weights_pb2.Identity | None = None
         self._page = page
         self._raw = b""
         self._again = 0.0
@@ -41,7 +43,12 @@ class StateReader:
                 self._page.read(), self._page.marked(), self.hold, now, self._page.alone(now)
             )
             if decision.verdict.open:
-                self.last_identity = decision.verdict.identity
+                self.last_identity = identity = decision.verdict.identity
+                highest = self.highest
+                if identity is not None and (
+                    highest is None or highest.lineage != identity.lineage or highest.version < identity.version
+                ):
+                    self.highest = identity
             self._again = now + _LIVENESS_SECONDS
             if now < decision.until:
                 self._again = min(self._again, decision.until)

@@ -7,14 +7,10 @@ loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
 
+from ckpt_engine.gate.asgi import Message, Receive
 from ckpt_engine.gate.holding import GateDecision, Queue, RequestTicket
 from ckpt_engine.gate.reader import StateReader
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
 
 POLL_SECONDS = 0.005
 

@@ -19,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.version_bounds import FIELD
 from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.answering import Answering
 from ckpt_engine.gateway.dialect import ParsedRequest
@@ -159,12 +160,15 @@ class Gateway:
     ) -> RequestWork:
         """Parses a request. May run on any thread, since a large body takes a while."""
         body = body_of(data, self.placing.settings.body_values)
+        writer.stamps = FIELD in body
+        field = body.pop(FIELD, None)
         engines = self.placing.engines
         dialect = engines.dialects.get(route)
         request: ParsedRequest | None = None if dialect is None else dialect.read(body)
         prompt = request.singles[0].prompt if request else ()
         session = request.session if request else str(body.get("user") or "")
-        wishes = wishes_of(headers, session or _text_key(body, request), prompt, self.placing.settings, authorized)
+        key = session or _text_key(body, request)
+        wishes = wishes_of(headers, field, key, prompt, self.placing.settings, authorized)
         speakers = engines.speakers.get(route, frozenset())
         if request is None or request.whole or dialect is None:
             able = frozenset[str]() if dialect is None or dialect.of_any_engine else speakers

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
 
+from ckpt_engine.core.version_bounds import VersionBounds
 from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.refusals import RefusedError
 from ckpt_engine.gateway.versions import KEPT, RECOMPUTED, UNKNOWN, GatewayVersion, Span
@@ -177,30 +178,10 @@ class FleetReplica:
 
 
 @dataclass(frozen=True)
-class VersionWant:
+class VersionWant(VersionBounds):
     """The replicas that a request may go to."""
 
     engines: frozenset[str] = frozenset()  # kinds that speak its dialect; empty: any
-    lineage: str = ""  # empty: any
-    version: int | None = None  # exactly this one
-    min_version: int | None = None
-    max_lag: int | None = None  # versions that the replica may be behind the last one of its lineage
-
-    @property
-    def any_version(self) -> bool:
-        """Whether it accepts every version."""
-        return self.version is None and self.min_version is None and self.max_lag is None
-
-    def describe(self) -> str:
-        """The version that it asks for, in words; empty: any."""
-        parts = []
-        if self.version is not None:
-            parts.append(f"version {self.version}")
-        if self.min_version is not None:
-            parts.append(f"version {self.min_version} or a later one")
-        if self.max_lag is not None:
-            parts.append(f"a version at most {self.max_lag} behind the last")
-        return " and ".join(parts) + (f" of lineage {self.lineage!r}" if parts and self.lineage else "")
 
     def against(self, span: Span) -> RefusedError | None:
         """The refusal if a span's tokens may be of a version that the request does not accept. A span that is not exact

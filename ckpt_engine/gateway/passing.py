@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ckpt_engine.core.version_stamps import may_end
 from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.fleet import FleetReplica, ReplicaNews, Visit
 from ckpt_engine.gateway.journey import Wishes
 from ckpt_engine.gateway.json_numbers import dump, finite_json, load_answer
 from ckpt_engine.gateway.placing import Placing, UnsuitedError
 from ckpt_engine.gateway.refusals import RefusedError
-from ckpt_engine.gateway.samples import has_ended, may_end, name_versions, samples_of, says, was_aborted
+from ckpt_engine.gateway.samples import has_ended, name_versions, samples_of, says, stamp_versions, was_aborted
 from ckpt_engine.gateway.stitching import Leg
 from ckpt_engine.gateway.upstream import BrokenError, NotAdmittedError, Stream
 from ckpt_engine.gateway.versions import Span
@@ -119,6 +120,8 @@ class PassedRequest:
         await self._check(name_versions(content, leg, believed), member, visit, leg)
         if samples:
             name_versions(content, leg, believed)
+            if self._writer.stamps:
+                stamp_versions(content)
             body = dump(content)
         await self._writer.answer(stream.status, (stream.content_type or "application/json").encode(), body, {})
 
@@ -143,6 +146,8 @@ class PassedRequest:
                     believed = not member.news.mislabels
                     await self._check(name_versions(content, leg, believed, counts), member, visit, leg)
                     name_versions(content, leg, believed, counts)
+                    if self._writer.stamps:
+                        stamp_versions(content)
                     data = dump(content)
                 if self._started or says(content) or len(early) == MOST_EARLY:
                     visit.begin()

@@ -7,6 +7,11 @@ from http import HTTPStatus
 from typing import Any
 
 from ckpt_engine.core.openai_errors import error_object
+from ckpt_engine.core.version_bounds import LINEAGE_CHANGED as LINEAGE_CHANGED
+from ckpt_engine.core.version_bounds import ROLLED_BACK as ROLLED_BACK
+from ckpt_engine.core.version_bounds import VERSION_CHANGED as VERSION_CHANGED
+from ckpt_engine.core.version_bounds import VERSION_GONE as VERSION_GONE
+from ckpt_engine.core.version_bounds import VERSION_NOT_YET as VERSION_NOT_YET
 
 BAD_REQUEST = "bad_request"
 TOO_LARGE = "too_large"
@@ -19,11 +24,6 @@ NO_REPLICA = "no_replica"
 NO_DIALECT = "no_dialect"
 """No replica's engine has the route."""
 NO_ROUTE = "no_route"
-VERSION_GONE = "version_gone"
-VERSION_NOT_YET = "version_not_yet"
-ROLLED_BACK = "rolled_back"
-VERSION_CHANGED = "version_changed"
-LINEAGE_CHANGED = "lineage_changed"
 NOT_RESUMABLE = "not_resumable"
 """It broke after its first token, and a field that the detail names prevents resuming."""
 RESUME_OFF = "resume_off"

@@ -5,22 +5,15 @@ It reads what chats, texts and whole answers have in common. It does not decide 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
+from ckpt_engine.core.version_stamps import stamp
 from ckpt_engine.gateway.dialect import MalformedError, labels_of
 from ckpt_engine.gateway.stitching import ABORT, Leg
 from ckpt_engine.gateway.versions import Label, Span, leg_spans, version_summary
 
 PASSED_ON = "it is passed on as it came"
-
-_END = re.compile(rb'"finish_reason":\s*(?!null|\s)')
-
-
-def may_end(data: bytes) -> bool:
-    """Whether an event can be the end of a sample; quick, since most events are not."""
-    return _END.search(data) is not None
 
 
 def samples_of(content: Any) -> list[dict[str, Any]]:
@@ -85,6 +78,21 @@ def name_versions(
         one = {"replica": leg.replica, "first": 0, "count": count, "ended": "whole"}
         sample["ckpt_engine"] = {**summary, "resumes": 0, "legs": [one], "not_resumable": PASSED_ON}
     return all_spans
+
+
+def stamp_versions(content: Any) -> None:
+    """Writes the first and the last version beside the `ckpt_engine` of samples, where clients of slime look for them
+    (core/version_stamps.py). Other content stays as it is."""
+    if isinstance(content, list):
+        for each in content:
+            stamp_versions(each)
+        return
+    all_spans = [sample["ckpt_engine"]["spans"] for sample in samples_of(content) if "ckpt_engine" in sample]
+    starts = [spans[0]["min_version"] for spans in all_spans if spans]
+    ends = [spans[-1]["max_version"] for spans in all_spans if spans]
+    if starts:
+        known = [each for each in starts if each is not None], [each for each in ends if each is not None]
+        stamp(content, min(known[0], default=None), max(known[1], default=None))
 
 
 def _facts(

@@ -14,6 +14,7 @@ from ckpt_engine.http_client.connection import ConnectError, Connection, SilentE
 from ckpt_engine.http_client.connections import MOST_ANSWER_BYTES, Answer, Connections
 
 VERSION_HEADER, ROOT_HEADER = "x-ckpt-engine-admitted-version", "x-ckpt-engine-admitted-root"
+VERSION_HEADERS = (VERSION_HEADER, ROOT_HEADER, "x-ckpt-engine-end-version", "x-ckpt-engine-end-root")
 READY_ROUTE = "/ckpt_engine/ready"
 DEAD_WORKER = "dead_worker"
 """The gate's reason when the engine's API process has outlived a worker."""
@@ -49,7 +50,7 @@ class Stream:
         self.content_type = connection.headers.get("content-type", "")
         headers = connection.headers
         self.admitted = _admitted_version(headers)  # the version that the gate named when it let the request in
-        self.version_headers = {name: headers[name] for name in (VERSION_HEADER, ROOT_HEADER) if name in headers}
+        self.version_headers = {name: headers[name] for name in VERSION_HEADERS if name in headers}
 
     async def events(self) -> AsyncGenerator[list[bytes], None]:
         """Yields the data of whole events, in batches as they arrive, without the last one ([DONE]). Raises BrokenError

@@ -12,6 +12,7 @@ from starlette.types import Send
 from ckpt_engine.gateway import sse
 from ckpt_engine.gateway.json_numbers import dump
 from ckpt_engine.gateway.refusals import RefusedError
+from ckpt_engine.gateway.samples import stamp_versions
 
 PROBLEM = b"application/problem+json"
 JSON = b"application/json"
@@ -30,12 +31,13 @@ class Writer:
         self._lock = asyncio.Lock()
         self.started = False  # whether anything was sent
         self.large = False  # the request was large, and the answer may repeat it: encode on another thread
+        self.stamps = False  # the caller looks for the first and the last version where clients of slime do
         self.headers: dict[str, str] = {}  # further headers of an answer, not of a refusal
         self.written = time.monotonic()  # when something was sent last
 
     async def events(self, contents: Iterable[Any], done: bool = False) -> None:
         """Writes events to the stream, and its headers before the first one."""
-        events = [b"data: " + await self.dump(each) + b"\n\n" for each in contents]
+        events = [b"data: " + await self.dump(self._stamped(each)) + b"\n\n" for each in contents]
         await self._stream(b"".join(events) + (sse.done() if done else b""), not done)
 
     async def comment(self) -> None:
@@ -48,7 +50,7 @@ class Writer:
 
     async def whole(self, content: Any) -> None:
         """Writes a whole answer of JSON."""
-        await self.answer(200, JSON, await self.dump(content), {})
+        await self.answer(200, JSON, await self.dump(self._stamped(content)), {})
 
     async def refuse(self, refusal: RefusedError, **more: Any) -> None:
         """Writes a refusal: as the answer, or, in a stream that has started, as an event and the end."""
@@ -57,6 +59,11 @@ class Writer:
         else:
             body, self.headers = await self.dump(refusal.problem(**more)), {}
             await self.answer(refusal.status, PROBLEM, body, refusal.headers)
+
+    def _stamped(self, content: Any) -> Any:
+        if self.stamps:
+            stamp_versions(content)
+        return content
 
     async def dump(self, content: Any) -> bytes:
         """Encodes JSON, on another thread if it may take a while."""

@@ -120,22 +120,20 @@ class Rollouts:
         }
         served = self._updates.served
         assert served is not None
-        # A gateway then skips replicas that it knows to hold other weights.
+        # A gateway then skips replicas that it knows to hold other weights; a replica that holds them answers 409.
         headers = {"x-ckpt-engine-lineage": served.lineage, "x-ckpt-engine-min-version": str(served.version)}
         response = self._client.post(f"{url}/v1/completions", json=body, headers=headers)
-        if response.status_code != 200:
+        if response.status_code not in (200, 409):
             raise RuntimeError(f"{url}/v1/completions answered {response.status_code}: {response.text[:500]}")
+        if response.status_code == 409:
+            raise RuntimeError(_other_run(f"{url} has other weights ({response.text[:500]})", served))
         choice = response.json()["choices"][0]
         tokens, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
         if tokens is None or logprobs is None or len(tokens) != len(logprobs):
             raise RuntimeError(f"{url} answers without token ids or their logprobs: {str(choice)[:500]}")
         other = _other_weights(response, choice, served)
         if other:
-            raise RuntimeError(
-                f"{url} answered with {other}, and this trainer brought version {served.version} of {served.lineage} "
-                "last: another run updates these replicas (give each a pool of its own), or min_replicas was enough "
-                "without this one (ask through a gateway, which knows who serves what)"
-            )
+            raise RuntimeError(_other_run(f"{url} answered with {other}", served))
         return tokens, logprobs
 
     def _model_name(self, url: str) -> str:
@@ -183,6 +181,15 @@ class WeightTransfer:
     def destroy(self) -> None:
         """Ends the session."""
         self._updates.close()
+
+
+def _other_run(finding: str, served: UpdateReport) -> str:
+    """Why a replica has not the weights that this trainer brought, and what to do. finding: of the replica."""
+    return (
+        f"{finding}, and this trainer brought version {served.version} of {served.lineage} last: another run updates "
+        "these replicas (give each a pool of its own), or min_replicas was enough without this one (ask through a "
+        "gateway, which knows who serves what)"
+    )
 
 
 def _other_weights(response: httpx.Response, choice: dict[str, Any], served: UpdateReport) -> str:

@@ -41,7 +41,8 @@ def test_a_killed_run_goes_on_under_another_lineage(replicas: Cluster, tmp_path:
         assert len(differences) == STEPS - SAVED_EVERY
         assert max(differences) < CLOSE, "no token is of the dead run's weights"
         (refused,) = (line["refused"] for line in alive if "refused" in line)
-        assert f"of version {KILLED_AT}, and this trainer brought version {STEPS} of {other}" in refused
+        assert f"it serves version {KILLED_AT} of lineage '{lineage}'" in refused
+        assert f", and this trainer brought version {STEPS} of {other} last" in refused
         served, held = (replica.registered().status for replica in (left, away))
         assert served is not None
         assert held is not None

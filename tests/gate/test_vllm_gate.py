@@ -15,8 +15,8 @@ from fastapi import FastAPI
 from ckpt_engine.core.labels import version_label
 from ckpt_engine.core.sleeping import KV_CACHE, Sleeping
 from ckpt_engine.engine.adapter import AdapterSettings
+from ckpt_engine.gate.asgi import Receive, Scope, Send
 from ckpt_engine.gate.directory import TOKEN_HEADER, EngineDirectory
-from ckpt_engine.gate.gate import Receive, Scope, Send
 from ckpt_engine.gate.page import EngineMark, EnginePage, WorkerSlot
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine_adapters.vllm.command import check_options, options_of

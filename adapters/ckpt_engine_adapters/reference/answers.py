@@ -131,7 +131,7 @@ class SglangForm(Streamed):
         if finished:
             meta["e2e_latency"] = time.monotonic() - self._start
         prompt = {"prompt_token_ids": generation.prompt} if self._body.return_prompt_token_ids else {}
-        return {"output_ids": generation.output[:count], "meta_info": meta, **prompt}
+        return {"text": "", "output_ids": generation.output[:count], "meta_info": meta, **prompt}
 
     def _wants_logprob(self, number: int) -> bool:
         option = self._body.return_logprob

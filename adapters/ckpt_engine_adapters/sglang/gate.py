@@ -11,7 +11,9 @@ import os
 from typing import Any, ClassVar
 
 from ckpt_engine.core.json_text import load_json
-from ckpt_engine.gate.gate import Application, Gate, Message, Receive, Scope, Send, answer_json
+from ckpt_engine.gate.asgi import Application, Message, Receive, Scope, Send, answer_json
+from ckpt_engine.gate.gate import Gate
+from ckpt_engine.gate.request_body import replay
 from ckpt_engine.gate.routes import listed
 
 STATE_ROUTE = "/ckpt_engine/sglang"
@@ -197,7 +199,8 @@ class SglangGate(Gate):
             (name, value) for name, value in scope["headers"] if name not in (b"content-length", b"content-type")
         ]
         headers += [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
-        if await _passed(super().control, path, {**scope, "headers": headers}, _receive(body, receive), send):
+        message = {"type": "http.request", "body": body, "more_body": False}
+        if await _passed(super().control, path, {**scope, "headers": headers}, replay(message, receive), send):
             self._released = self._released | tags if path == RELEASE_ROUTE else self._released - tags
 
 
@@ -241,17 +244,3 @@ async def _body(receive: Receive) -> bytes:
         body += bytes(message.get("body", b""))
         if not message.get("more_body", False):
             return body
-
-
-def _receive(body: bytes, after: Receive) -> Receive:
-    """A `receive` that returns `body`, and then the client's further messages."""
-    first = True
-
-    async def receive() -> Message:
-        nonlocal first
-        if first:
-            first = False
-            return {"type": "http.request", "body": body, "more_body": False}
-        return await after()
-
-    return receive

@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 from urllib.parse import parse_qs
 
 from ckpt_engine.core.labels import version_label
-from ckpt_engine.gate.gate import Application, Gate, Receive, Scope, Send, answer_json
+from ckpt_engine.gate.asgi import Application, Receive, Scope, Send, answer_json
+from ckpt_engine.gate.gate import Gate
 from ckpt_engine.gate.page import admission
 from ckpt_engine.gate.salt import CacheSalt
 from ckpt_engine_adapters.vllm.connectors import connectors, in_place_refusal
