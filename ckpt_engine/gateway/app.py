@@ -18,17 +18,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ckpt_engine.core.names import some
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.version_bounds import FIELD
 from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.answering import Answering
 from ckpt_engine.gateway.dialect import ParsedRequest
 from ckpt_engine.gateway.door import GatewayDoor
-from ckpt_engine.gateway.json_numbers import load_request
+from ckpt_engine.gateway.json_numbers import load_answer, load_request
 from ckpt_engine.gateway.large_json import LARGE_BYTES, values_of
 from ckpt_engine.gateway.passing import PassedRequest
 from ckpt_engine.gateway.placing import Placing
 from ckpt_engine.gateway.refusals import RefusedError, bad_request
+from ckpt_engine.gateway.responses import RESPONSES_ROUTE, PassedResponse
 from ckpt_engine.gateway.wishes import once, wishes_of
 from ckpt_engine.gateway.writing import PROBLEM, CallerGoneError, Writer
 
@@ -36,6 +38,8 @@ log = logging.getLogger("ckpt_engine.gateway")
 
 PASSED = ("/v1/chat/completions",)
 """Routes for requests that are always passed on unchanged."""
+
+NO_MODELS = RefusedError(503, refusals.NO_REPLICA, "no replica has said yet which model it serves")
 
 DROP_SECONDS = 2.0
 """How long the body of a refused request is still read."""
@@ -69,11 +73,14 @@ class Gateway:
 
     def application(self) -> ASGIApp:
         """The ASGI application."""
+        engines = self.placing.engines
         posts = [
-            Route(route, _Endpoint(self._post), methods=["POST"]) for route in (*self.placing.engines.dialects, *PASSED)
+            Route(route, _Endpoint(self._post), methods=["POST"])
+            for route in (*engines.dialects, *PASSED, *sorted(engines.passed))
         ]
         gets = [
             Route("/v1/models", _Endpoint(self._readers_only(self._list_models)), methods=["GET"]),
+            Route("/v1/models/{name:path}", _Endpoint(self._readers_only(self._one_model)), methods=["GET"]),
             Route("/livez", _Endpoint(self._alive), methods=["GET"]),
             Route("/readyz", _Endpoint(self._ready), methods=["GET"]),
             Route("/health", _Endpoint(self._ready), methods=["GET"]),
@@ -171,8 +178,11 @@ class Gateway:
         wishes = wishes_of(headers, field, key, prompt, self.placing.settings, authorized)
         speakers = engines.speakers.get(route, frozenset())
         if request is None or request.whole or dialect is None:
-            able = frozenset[str]() if dialect is None or dialect.of_any_engine else speakers
-            return PassedRequest(self.placing, route, body, wishes.to(able), writer)
+            able = frozenset[str]() if dialect is not None and dialect.of_any_engine else speakers
+            if dialect is None:
+                able = engines.passed.get(route, frozenset())
+            passed = PassedResponse if route == RESPONSES_ROUTE else PassedRequest
+            return passed(self.placing, route, body, wishes.to(able), writer)
         return Answering(self.placing, dialect, request, wishes.to(speakers), writer)
 
     async def _run(self, work: RequestWork, writer: Writer, receive: Receive) -> str:
@@ -231,6 +241,31 @@ class Gateway:
 
     async def _list_models(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = Writer(send, self.placing.settings.idle)
+        await self._ask_models()
+        if self._models is None:
+            await writer.refuse(NO_MODELS)
+        else:
+            await writer.answer(200, self._models[1].encode(), self._models[0], {})
+
+    async def _one_model(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers from the list: some engines have no route for one model."""
+        writer, name = Writer(send, self.placing.settings.idle), scope["path_params"]["name"]
+        await self._ask_models()
+        if self._models is None:
+            await writer.refuse(NO_MODELS)
+            return
+        try:
+            models = {model["id"]: model for model in load_answer(self._models[0])["data"]}
+        except (ValueError, LookupError, TypeError):
+            models = {}
+        if name in models:
+            await writer.whole(models[name])
+        else:
+            detail = f"there is no model {name[:200]!r}; there are {some(sorted(models))}"
+            await writer.refuse(RefusedError(404, refusals.NO_MODEL, detail))
+
+    async def _ask_models(self) -> None:
+        """Asks a replica for its models."""
         now = time.monotonic()
         for member in list(self.placing.fleet.members.values()):
             if not member.news.url or now < member.shunned_until:
@@ -242,11 +277,7 @@ class Gateway:
                 continue
             if answer.status == 200:
                 self._models = answer.content, answer.headers.get("content-type", "application/json")
-                break
-        if self._models is None:
-            await writer.refuse(RefusedError(503, refusals.NO_REPLICA, "no replica has said yet which model it serves"))
-        else:
-            await writer.answer(200, self._models[1].encode(), self._models[0], {})
+                return
 
     async def _alive(self, scope: Scope, receive: Receive, send: Send) -> None:
         await Writer(send, self.placing.settings.idle).whole({"alive": True})
@@ -365,7 +396,7 @@ def _text_key(body: Mapping[str, Any], request: ParsedRequest | None) -> str:
     """The routing key of a request whose prompt is text: the beginning of it; empty for prompts of ids."""
     if request is not None:
         return ""
-    return json.dumps(body.get("messages") or body.get("prompt") or body.get("text") or "")[:512]
+    return json.dumps(body.get("messages") or body.get("prompt") or body.get("text") or body.get("input") or "")[:512]
 
 
 async def _until_disconnected(receive: Receive) -> None:

@@ -44,6 +44,9 @@ class GatewaySide:
 
     dialects: tuple[type[Dialect], ...] = ()
     """The dialects that it speaks, each at its own route."""
+    passed: tuple[str, ...] = ()
+    """Its routes without a dialect, to which requests are passed on as they came. One of them may be missing in a
+    server, by its model or its options."""
     mark: Mark | None = None
     """None: it cannot be recognised, so any dialect is tried with it."""
     load: Load | None = None
@@ -77,6 +80,11 @@ class Engines:
                 speakers.setdefault(dialect.route, set()).add(name)
         # Route to the kinds of engine that speak its dialect.
         self.speakers = {route: frozenset(names) for route, names in speakers.items()}
+        # Route that has no dialect to the kinds of engine that requests are passed on to there.
+        routes = {route for side in self.sides.values() for route in side.passed}
+        self.passed = {
+            route: frozenset(name for name, side in self.sides.items() if route in side.passed) for route in routes
+        }
         # Kinds of engine with events that name the version of each token.
         self.labelling = frozenset(name for name, side in self.sides.items() if side.labels_each_token)
 

@@ -7,7 +7,7 @@ or did not answer, whatever the manager reports of it, for a time that grows wit
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
@@ -35,7 +35,8 @@ class FleetState(Enum):
 TAKES = (FleetState.SERVING, FleetState.DRAINING)
 """States in which a gate takes requests: while it drains it keeps them until its weights are whole again."""
 
-ENDS = ("abort", "wait")
+ABORT = "abort"
+ENDS = (ABORT, "wait")
 """Pause modes in which a request that has a token ends before its replica takes another version."""
 
 
@@ -63,7 +64,8 @@ class Visit:
     def __init__(self, member: FleetReplica, resumed: bool = False) -> None:
         """Begins it. resumed: it continues another leg, so its whole prompt is computed before its first token."""
         self._member, self._prefills = member, resumed
-        self._has_token = False  # whether a token has come
+        self.has_token = False  # whether a token has come
+        self._aborts: set[GatewayVersion | None] = set()  # what updates in pause mode abort were to install meanwhile
         self._admitted: GatewayVersion | None = None  # that the gate named when it let the request in
         self._rollback_versions: set[GatewayVersion] = set()  # that the replica went back to, or is about to
         # Other versions in the replica's news. One older than the gate's, or of the run before, was overtaken.
@@ -74,7 +76,7 @@ class Visit:
 
     def begin(self) -> None:
         """Notes that a token has come."""
-        self._has_token = True
+        self.has_token = True
         self._member.prefills -= self._prefills
         self._prefills = False
 
@@ -89,7 +91,9 @@ class Visit:
 
     def hear(self, news: ReplicaNews, before: GatewayVersion | None) -> None:
         """Takes in news of the replica. before: the version in the last news."""
-        stays = self._has_token and news.mode in ENDS
+        if news.mode == ABORT:
+            self._aborts.add(news.next)
+        stays = self.has_token and news.mode in ENDS
         for each in (news.identity, None if stays else news.next):
             if each is not None:
                 lower = _goes_back(before, each) or _goes_back(news.identity, each)
@@ -99,6 +103,13 @@ class Visit:
         """Notes the version that the replica itself reports to serve now."""
         if version is not None:
             self._rollback_versions.add(self._member.whole(version))
+
+    @property
+    def cut(self) -> bool:
+        """Whether an update may have ended the request early. One that installed the version that the gate named came
+        before the request was let in."""
+        first = self._admitted
+        return any(first is None or each is None or each.version != first.version for each in self._aborts)
 
     def bounds(self) -> tuple[GatewayVersion | None, GatewayVersion | None]:
         """The lowest and the highest version that the replica can have held meanwhile."""
@@ -310,6 +321,10 @@ class Fleet:
                 run = f" of {identity.lineage!r}" if identity is not None and identity.lineage and want.lineage else ""
                 parts.append(f"{name} holds {'no version' if identity is None else f'version {identity.version}{run}'}")
         return "; ".join(parts) or "all are taken"
+
+    def all_in(self, names: Set[str], want: VersionWant) -> bool:
+        """Whether every replica that speaks the route of a request is one of `names`."""
+        return all(member.name in names for member in self.members.values() if self._speaks(member, want))
 
     def could_serve(self, now: float) -> bool:
         """Whether any replica takes or keeps requests."""

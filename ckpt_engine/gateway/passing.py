@@ -19,7 +19,7 @@ from ckpt_engine.gateway.placing import Placing, UnsuitedError
 from ckpt_engine.gateway.refusals import RefusedError
 from ckpt_engine.gateway.samples import has_ended, name_versions, samples_of, says, stamp_versions, was_aborted
 from ckpt_engine.gateway.stitching import Leg
-from ckpt_engine.gateway.upstream import BrokenError, NotAdmittedError, Stream
+from ckpt_engine.gateway.upstream import BrokenError, NoRouteError, NotAdmittedError, Stream
 from ckpt_engine.gateway.versions import Span
 from ckpt_engine.gateway.writing import Writer
 
@@ -54,6 +54,7 @@ class PassedRequest:
         patience = placing.patience(self._wishes.queue_seconds)
         unsuited: dict[str, ReplicaNews] = {}
         tries = 0
+        lacking: set[str] = set()  # replicas whose servers have no such route
         while True:
             member = await placing.place(want, self._wishes.key, patience, False, unsuited)
             outcome = ""
@@ -68,6 +69,12 @@ class PassedRequest:
                     outcome = "whole"
                 except UnsuitedError as error:
                     unsuited[member.name], outcome = error.news, "not_admitted"
+                except NoRouteError as error:
+                    lacking.add(member.name)
+                    if placing.fleet.all_in(lacking, want):
+                        detail = f"no replica's server has {self._route}, by its model or its options"
+                        raise RefusedError(501, refusals.NO_DIALECT, detail) from error
+                    unsuited[member.name], outcome = member.news, "not_admitted"
                 except NotAdmittedError as error:
                     placing.refused(member, error)
                     outcome = "not_admitted"

@@ -18,6 +18,10 @@ VERSION_HEADERS = (VERSION_HEADER, ROOT_HEADER, "x-ckpt-engine-end-version", "x-
 READY_ROUTE = "/ckpt_engine/ready"
 DEAD_WORKER = "dead_worker"
 """The gate's reason when the engine's API process has outlived a worker."""
+UNKNOWN_ROUTE = "unknown_route"
+"""The gate's reason for a route that its engine does not have."""
+_NOT_FOUND = "Not Found"
+"""The words of a server about a route; of a model or anything else that it does not know it says which."""
 MOST_REFUSAL_BYTES = 1 << 20
 _BUSY = (429, 503)
 _HEADERS = {"content-type": "application/json", "accept-encoding": "identity"}
@@ -30,6 +34,10 @@ class NotAdmittedError(Exception):
         super().__init__(why)
         self.wait = wait  # seconds, from Retry-After
         self.unreachable = unreachable  # nothing listens at its address
+
+
+class NoRouteError(RefusedError):
+    """The replica's server has no such route: its model or its options do not need it."""
 
 
 class BrokenError(Exception):
@@ -52,9 +60,9 @@ class Stream:
         self.admitted = _admitted_version(headers)  # the version that the gate named when it let the request in
         self.version_headers = {name: headers[name] for name in VERSION_HEADERS if name in headers}
 
-    async def events(self) -> AsyncGenerator[list[bytes], None]:
+    async def events(self, done: bool = True) -> AsyncGenerator[list[bytes], None]:
         """Yields the data of whole events, in batches as they arrive, without the last one ([DONE]). Raises BrokenError
-        if the stream ends before that."""
+        if the stream ends before that. done: false for a stream that has no such event."""
         if not self.content_type.startswith("text/event-stream"):
             detail = f"answered with {self.content_type or 'nothing'} where a stream of events was asked for"
             raise BrokenError(f"{self._url} {detail}")
@@ -66,7 +74,7 @@ class Stream:
                     finished, batch = True, batch[: batch.index(DONE)]
                 if batch:
                     yield batch
-            if finished:
+            if finished or not done:
                 return  # read to its end, so that the connection can be used again
         except (WireError, EventTooLargeError) as error:
             if finished:
@@ -130,7 +138,9 @@ class Upstream:
             raise NotAdmittedError(words or f"it answers {status}", float(wait) if wait.isdigit() else 0.0)
         if status >= 500:
             raise BrokenError(f"{url} answered {status}: {words}")
-        raise RefusedError(status, ENGINE_REFUSED, f"the engine refused it: {words}")
+        missing = (status == 404 and words == _NOT_FOUND) or (status == 403 and _reason(body) == UNKNOWN_ROUTE)
+        refusal = NoRouteError if missing else RefusedError
+        raise refusal(status, ENGINE_REFUSED, f"the engine refused it: {words}")
 
     async def ready(self, url: str) -> tuple[bool, str, GatewayVersion | None]:
         """Asks whether a replica takes or keeps requests, why not, and which version it serves. Raises NotAdmittedError

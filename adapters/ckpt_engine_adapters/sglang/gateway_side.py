@@ -11,4 +11,8 @@ def _count(answer: Answer) -> int | None:
     return sum(int(each["num_reqs"]) for each in answer.json()) if answer.status == 200 else None
 
 
-SIDE = GatewaySide(dialects=(Generate,), load=Load("/get_load", _count))
+SIDE = GatewaySide(
+    dialects=(Generate,),
+    passed=("/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize"),
+    load=Load("/get_load", _count),
+)

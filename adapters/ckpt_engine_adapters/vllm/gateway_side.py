@@ -19,6 +19,7 @@ def _count(answer: Answer) -> int | None:
 
 SIDE = GatewaySide(
     dialects=(Completions, Inference),
+    passed=("/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize"),
     mark=Mark("/openapi.json", "/inference/v1"),
     load=Load("/metrics", _count),
 )
