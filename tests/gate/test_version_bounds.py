@@ -259,8 +259,10 @@ def test_a_field_that_comes_in_pieces_is_found(engine: Engine) -> None:
     body = b'{"prompt": [1], "weight_version": {"exact_version": 6}}'
     engine.steps = 1
     with socket.create_connection(("127.0.0.1", int(engine.url.rsplit(":", 1)[1])), timeout=60) as client:
-        head = b"POST /generate HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
-        client.sendall(head + body[:25])
+        head = b"POST /generate HTTP/1.1\r\nHost: x\r\nConnection: close\r\nExpect: 100-continue\r\n"
+        client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body))
+        assert b"100 Continue" in client.recv(100), "the gate reads it"
+        client.sendall(body[:25])
         engine.install(6)
         client.sendall(body[25:])
         answer = client.makefile("rb").read()
