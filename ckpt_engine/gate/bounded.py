@@ -18,6 +18,7 @@ from ckpt_engine.core.openai_errors import error_object
 from ckpt_engine.core.version_stamps import may_end, stamp
 from ckpt_engine.gate.asgi import HeaderList, Message, Send, refuse
 from ckpt_engine.gate.bounds import BoundedVisit, Unmet
+from ckpt_engine.gate.holding import GateDecision
 from ckpt_engine.gate.reader import StateReader
 from ckpt_engine.v1 import weights_pb2
 
@@ -64,9 +65,9 @@ class BoundedAnswer:
             else:
                 await self._send(message)
 
-    def look(self) -> Unmet | None:
-        """Judges the versions so far."""
-        return self._visit.see(self._state.decision())
+    def see(self, decision: GateDecision) -> Unmet | None:
+        """Judges the versions by what the page says now."""
+        return self._visit.see(decision)
 
     async def break_off(self, unmet: Unmet) -> None:
         """Answers with a refusal; in a stream that has begun, with an event, at which OpenAI's client raises."""
@@ -87,7 +88,7 @@ class BoundedAnswer:
 
     async def _body(self, body: bytes, more: bool) -> None:
         assert self._start is not None
-        unmet = None if self._passes or (body.startswith(_DONE) and self._started) else self.look()
+        unmet = None if self._passes or (body.startswith(_DONE) and self._started) else self.see(self._state.decision())
         if unmet is not None and (body or not self._started):
             await self._break_off(unmet)
         elif self._passes or is_event_stream(self._start):
@@ -140,12 +141,14 @@ class BoundedAnswers:
         self._state = state
         self._inside: set[BoundedAnswer] = set()
         self._looking: asyncio.Task[None] | None = None
+        self._last: tuple[object, ...] = ()  # what the last look found; empty: an answer came since
         self._ending: set[asyncio.Task[None]] = set()
 
     @contextlib.contextmanager
     def judged(self, answer: BoundedAnswer) -> Iterator[None]:
         """Judges an answer every few milliseconds, and breaks it off when a bound does not hold any more."""
         self._inside.add(answer)
+        self._last = ()
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look())
         try:
@@ -155,14 +158,21 @@ class BoundedAnswers:
 
     async def _look(self) -> None:
         while self._inside:
-            for answer in list(self._inside):
-                if not answer.ended and (unmet := answer.look()) is not None:
-                    # A task each: a client that does not read may not keep others from being judged.
-                    task = asyncio.create_task(answer.break_off(unmet))
-                    self._ending.add(task)
-                    task.add_done_callback(self._ending.discard)
-                    self._inside.discard(answer)
+            decision = self._state.decision()
+            found = decision.installs, decision.verdict.open
+            if found != self._last:
+                self._last = found
+                self._judge(decision)
             await asyncio.sleep(POLL_SECONDS)
+
+    def _judge(self, decision: GateDecision) -> None:
+        for answer in list(self._inside):
+            if not answer.ended and (unmet := answer.see(decision)) is not None:
+                # A task each: a client that does not read may not keep others from being judged.
+                task = asyncio.create_task(answer.break_off(unmet))
+                self._ending.add(task)
+                task.add_done_callback(self._ending.discard)
+                self._inside.discard(answer)
 
 
 class VersionHeaders:
