@@ -228,6 +228,89 @@ def test_an_exact_version_ends_where_the_replica_goes_on(world: World) -> None:
     assert [(span["version"], span["count"]) for span in spans] == [(before, len(problem["choices"][0]["token_ids"]))]
 
 
+class SlimesClient:
+    """Asks external servers as slime's trainer does: a client of the contract that replica and gateway must keep.
+
+    The contract is that of THUDM/slime, pull request 2071 ("external rollouts endpoint", open in August 2026; its
+    tests show the requests), of which a trainer knows one address:
+    - It posts SGLang's form to `/generate`: `input_ids`, `sampling_params`, `return_logprob`.
+    - A hook puts the version into the body: `weight_version`, `{"exact_version": N}` or `{"min_required_version": N}`.
+    - Any error is asked for again a while later, so many times; the servers answer 404 or 409 until they have loaded
+      the version.
+    - Of the answer it reads `text`, and of `meta_info` `output_token_logprobs`, `finish_reason` and `weight_version`.
+
+    Miles' page (radixark/miles, docs/advanced/disaggregated-rollout.md) asks for the same, and that an answer says
+    which version it began and ended under, without fixing names; those here are of the service that it points to
+    (modal-projects/stitch): `{"exact_version": N, "min_version": null}`, `weight_version_start`, `weight_version_end`.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.tries = 0
+
+    def generate(self, constraint: dict[str, int | None], retries: int = 60, pause: float = 0.05) -> dict[str, Any]:
+        """The answer; httpx.HTTPStatusError after so many tries."""
+        sampling = {
+            "max_new_tokens": 8,
+            "temperature": 0.0,
+            "top_p": 1.0,
+            "top_k": -1,
+            "stop": None,
+            "stop_token_ids": None,
+            "skip_special_tokens": True,
+            "no_stop_trim": True,
+            "spaces_between_special_tokens": False,
+        }
+        payload = {"sampling_params": sampling, "return_logprob": True, "input_ids": PROMPT}
+        for left in reversed(range(retries)):
+            self.tries += 1
+            try:
+                answer = httpx.post(
+                    f"{self._url}/generate", json={**payload, "weight_version": constraint}, timeout=120
+                )
+                answer.raise_for_status()
+            except httpx.HTTPError:
+                if not left:
+                    raise
+                time.sleep(pause)
+                continue
+            output: dict[str, Any] = answer.json()
+            break
+        assert isinstance(output["text"], str)
+        assert output["meta_info"]["finish_reason"]["type"] == "length"
+        return output
+
+
+@pytest.mark.parametrize("at", ["replica", "gateway"])
+def test_a_client_of_slimes_external_servers_works_unchanged(world: World, at: str) -> None:
+    client = SlimesClient(world.gateway.url if at == "gateway" else world.cluster.replicas[0].url)
+    now = world.version
+    expected = reference_tokens(world.model, PROMPT, 8).tokens
+    constraints: list[dict[str, int | None]] = [
+        {"exact_version": now},
+        {"min_required_version": now - 1},
+        {"exact_version": now, "min_version": None},
+        {"exact_version": None, "min_version": None},
+    ]
+    for constraint in constraints:
+        output = client.generate(constraint)
+        meta = output["meta_info"]
+        assert [pair[1] for pair in meta["output_token_logprobs"]] == expected
+        assert (meta["weight_version"], meta["weight_version_start"], meta["weight_version_end"]) == (
+            str(now),
+            now,
+            now,
+        )
+    assert client.tries == 4
+    # A version that comes while it asks, and one that went.
+    updates = threading.Timer(0.2, world.update)
+    updates.start()
+    assert client.generate({"exact_version": now + 1}, retries=600)["meta_info"]["weight_version"] == str(now + 1)
+    updates.join(120)
+    with pytest.raises(httpx.HTTPStatusError, match="409"):
+        client.generate({"exact_version": now}, retries=2)
+
+
 def test_requests_are_bounded_and_refused_by_name(world: World) -> None:
     gateway = world.gateway
     assert gateway.post("/v1/completions", {"prompt": []}).json()["reason"] == "bad_request"

@@ -149,3 +149,83 @@ def test_no_answer_has_tokens_of_less_than_it_asked_for(world: World, mode: str)
         if mode in ("abort", "wait") or any(each.reason and each.tokens for each in ended):
             break
     assert any(each.reason for each in ended)
+
+
+@dataclass
+class AtGate:
+    """The answer of a replica itself to a request with a bound. versions: of its tokens, as the engine labels them.
+    reason: of its refusal, or of the end of its stream; empty: it is whole."""
+
+    bound: dict[str, int]
+    versions: set[int]
+    reason: str
+
+    @property
+    def holds(self) -> bool:
+        if "exact_version" in self.bound:
+            return self.versions <= {self.bound["exact_version"]}
+        return all(version >= self.bound["min_version"] for version in self.versions)
+
+
+def labels_of(answer: dict[str, Any]) -> set[int]:
+    return {int(span["version"]) for span in answer["meta_info"]["weight_versions"]}
+
+
+async def ask_gate(client: httpx.AsyncClient, url: str, number: int, version: int) -> AtGate:
+    """One of several bounds, lengths and forms. version: the last one that is known."""
+    bound = [{"exact_version": version}, {"min_version": version}, {"min_version": max(0, version - 1)}][number % 3]
+    body: dict[str, Any] = {
+        "input_ids": [1, 2, 3],
+        "sampling_params": {"max_new_tokens": 3 + number * 7 % 60, "temperature": 0},
+        "stream": number % 2 == 0,
+    }
+    headers = {}
+    if number % 4 < 2:
+        body["weight_version"] = bound
+    else:
+        names = {"exact_version": "x-ckpt-engine-version", "min_version": "x-ckpt-engine-min-version"}
+        headers = {names[name]: str(value) for name, value in bound.items()}
+    answer = await client.post(f"{url}/generate", json=body, headers=headers)
+    if answer.status_code != 200:
+        return AtGate(bound, set(), answer.json()["reason"])
+    if not body["stream"]:
+        return AtGate(bound, labels_of(answer.json()), "")
+    *events, done = [part.removeprefix("data: ") for part in answer.text.split("\n\n") if part.startswith("data: ")]
+    assert done == "[DONE]"
+    contents = [json.loads(event) for event in events]
+    reason = contents.pop()["error"]["reason"] if "error" in contents[-1] else ""
+    return AtGate(bound, {version for each in contents for version in labels_of(each)}, reason)
+
+
+async def asked_at_a_gate(world: World, url: str) -> list[AtGate]:
+    """While versions come and go in each mode."""
+
+    def change() -> None:
+        for mode in MODES:
+            world.update()
+            world.go_back(mode)
+
+    changing = asyncio.ensure_future(asyncio.to_thread(change))
+    answers: list[AtGate] = []
+
+    async def ask_again_and_again(first: int, client: httpx.AsyncClient) -> None:
+        number = first
+        while not changing.done():
+            answers.append(await ask_gate(client, url, number, world.version))
+            number += 5
+
+    async with httpx.AsyncClient(timeout=180) as client, asyncio.TaskGroup() as group:
+        for first in range(5):
+            group.create_task(ask_again_and_again(first, client))
+    await changing
+    return answers
+
+
+def test_no_bound_is_broken_at_a_gate(world: World) -> None:
+    """A replica is asked itself. What the engine labels its tokens with is compared; the gate does not look at it."""
+    answers = asyncio.run(asked_at_a_gate(world, world.cluster.replicas[0].url))
+    assert all(each.holds for each in answers), [each for each in answers if not each.holds]
+    reasons = {each.reason for each in answers}
+    assert reasons <= {"", "version_not_yet", "version_gone", "rolled_back", "version_changed", "updating", "hold_full"}
+    assert any(not each.reason and each.versions for each in answers)
+    assert reasons & {"version_gone", "rolled_back", "version_changed"}
