@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 from ckpt_engine import Trainer
 from tests.cluster import Cluster, Replica, running_cluster
 from tests.engines.sglang_server import needs_sglang, start_sglang
+from tests.engines.vllm_server import PYTHON as VLLM_PYTHON
 from tests.engines.vllm_server import needs_vllm, start_vllm
 from tests.gateway.chaos import take
 from tests.gateway.gateways import GatewayProcess, running_gateway
@@ -231,3 +234,119 @@ def test_sglang_says_on_its_last_event_which_version_made_each_token(
     assert any(crossed)
     assert any(meta["ckpt_engine"]["resumes"] for meta in metas)
     assert all(len(meta["output_token_logprobs"]) in COUNTS for meta in metas)
+
+
+def asked_with_openais_client(kind: str, url: str, version: int) -> dict[str, dict[str, Any]]:
+    """What it found at each of its calls; vLLM's environment has it."""
+    command = [VLLM_PYTHON, str(Path(__file__).parent / "openai_asking.py"), kind, url, str(version)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {line.pop("call"): line for line in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("mark", [pytest.param(None, marks=needs_vllm)])
+def test_openais_client_asks_vllm_and_gateway_for_versions(
+    vllm: tuple[Cluster, GatewayProcess], tmp_path: Path, mark: None
+) -> None:
+    cluster, gateway = vllm
+    with Trainer(cluster.address, lineage="asked") as trainer:
+        trainer.publish(make_tiny_qwen3(tmp_path / "model", 0))
+        assert trainer.update_weights(version=7).ok
+    (replica,) = cluster.replicas
+    at_gate, at_gateway = (
+        asked_with_openais_client(*each, 7) for each in (("gate", replica.url), ("gateway", gateway.url))
+    )
+    for found in (at_gate, at_gateway):
+        for name in ("exact", "least"):
+            assert (found[name]["tokens"], found[name]["start"], found[name]["end"]) == (4, 7, 7), found
+        assert (found["stream"]["start"], found["stream"]["end"]) == (7, 7), found
+        assert found["gone"] == {"error": "ConflictError", "status": 409, "code": "version_gone"}
+    assert at_gate["exact"]["header"] == "7"
+    assert at_gate["not yet"] == {"error": "ConflictError", "status": 409, "code": "version_not_yet"}
+    assert (at_gateway["not yet"]["status"], at_gateway["not yet"]["code"]) == (503, "version_not_yet")
+    assert at_gateway["model"] == {"model": "tiny"}
+
+
+class AskingExactly(threading.Thread):
+    """Asks a replica itself, again and again until `end`, for tokens of exactly the version that a test names. found:
+    each such version and the answer."""
+
+    def __init__(self, url: str, route: str, count: int, version: int) -> None:
+        super().__init__(daemon=True)
+        self._url, self._route, self._body, self._ended = url, route, body_of(route, count), threading.Event()
+        self.version = version
+        self.found: list[tuple[int, httpx.Response]] = []
+        self.start()
+
+    def run(self) -> None:
+        while not self._ended.is_set():
+            version = self.version
+            body = {**self._body, "weight_version": {"exact_version": version}}
+            self.found.append((version, httpx.post(f"{self._url}{self._route}", json=body, timeout=180)))
+
+    def end(self) -> list[tuple[int, httpx.Response]]:
+        self._ended.set()
+        self.join(180)
+        assert not self.is_alive()
+        return self.found
+
+    def has(self, reason: str) -> bool:
+        return any(answer.status_code != 200 and answer.json()["reason"] == reason for _, answer in self.found)
+
+
+def check_exact(cluster: Cluster, path: Path, route: str) -> None:
+    """No answer has a token of another version than the one that was asked for, by the engine's own labels, which the
+    gate does not look at; and one was given up, as an update came in the middle of it."""
+    (replica,) = cluster.replicas
+    with Trainer(cluster.address, lineage=f"exact {route}") as trainer:
+        trainer.publish(make_tiny_qwen3(path / "model", 0), move=True)
+        assert trainer.update_weights(version=0).ok
+        asking = AskingExactly(replica.url, route, 100, 0)
+        try:
+            for version in range(1, MOST_UPDATES + 1):
+                seen = len(asking.found)
+                while len(asking.found) < seen + version % 2:
+                    asking.join(0.02)
+                assert trainer.update_weights(version=version).ok
+                asking.version = version
+                if version >= UPDATES and asking.has("version_changed"):
+                    break
+        finally:
+            answers = asking.end()
+    assert asking.has("version_changed")
+    whole = [(version, answer.json()) for version, answer in answers if answer.status_code == 200]
+    assert whole
+    for version, answer in whole:
+        said = answer["meta_info"] if "meta_info" in answer else answer["choices"][0]
+        assert {label["version"].split(":")[0] for label in said["weight_versions"] or ()} <= {str(version)}, said
+        stamped = answer.get("meta_info", answer)
+        assert (stamped["weight_version_start"], stamped["weight_version_end"]) == (version, version)
+    refused = {answer.json()["reason"] for _, answer in answers if answer.status_code != 200}
+    assert refused <= {"version_changed", "version_gone", "version_not_yet", "updating"}
+
+
+@pytest.mark.parametrize("mark", [pytest.param(None, marks=needs_vllm)])
+def test_vllms_gate_gives_no_token_of_another_version(
+    vllm: tuple[Cluster, GatewayProcess], tmp_path: Path, mark: None
+) -> None:
+    check_exact(vllm[0], tmp_path, "/inference/v1/generate")
+
+
+@pytest.mark.parametrize("mark", [pytest.param(None, marks=needs_sglang)])
+def test_sglangs_gate_gives_no_token_of_another_version(
+    sglang: tuple[Cluster, GatewayProcess], tmp_path: Path, mark: None
+) -> None:
+    check_exact(sglang[0], tmp_path, "/generate")
+
+
+@pytest.mark.parametrize("mark", [pytest.param(None, marks=needs_vllm)])
+def test_a_server_that_lacks_a_route_says_so_through_the_gateway(
+    vllm: tuple[Cluster, GatewayProcess], tmp_path: Path, mark: None
+) -> None:
+    """This model does not embed, so vLLM has no such route."""
+    cluster, gateway = vllm
+    with Trainer(cluster.address, lineage="routes") as trainer:
+        trainer.publish(make_tiny_qwen3(tmp_path / "model", 0))
+        assert trainer.update_weights(version=1).ok
+    refused = gateway.post("/v1/embeddings", {"model": "tiny", "input": "Call me"})
+    assert (refused.status_code, refused.json()["reason"]) == (501, "no_dialect"), refused.text
