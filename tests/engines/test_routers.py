@@ -117,6 +117,17 @@ def test_what_a_router_passes_on(cluster: Cluster, tmp_path: Path, kind: str) ->
                 assert completion.json()["choices"][0]["token_ids"] == answer.json()["output_ids"]
                 assert completion.json()["metadata"] == {"weight_version": "7"}
 
+            # A version that is gone; where the wish is lost, the answer is of another one.
+            form = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}}
+            header, field = {"x-ckpt-engine-version": "6"}, {"weight_version": {"exact_version": 6}}
+            lost = httpx.post(f"{router.url}/generate", json={**form, **field}, timeout=60)
+            assert lost.status_code == 200
+            by_header = httpx.post(f"{router.url}/generate", json=form, headers=header, timeout=60)
+            assert by_header.status_code == {"sglang": 200, "vllm": 409}[kind]
+            if kind == "vllm":
+                refused = httpx.post(f"{router.url}/v1/completions", json={**body, **field}, timeout=60)
+                assert (refused.status_code, refused.json()["reason"]) == (409, "version_gone")
+
 
 class HeldUp(threading.Thread):
     """Stops a replica's worker for a while as soon as it writes weights, so that the update takes as long."""
