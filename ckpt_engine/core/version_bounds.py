@@ -15,15 +15,21 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from ckpt_engine.core.labels import parsed_label
 from ckpt_engine.core.names import some
 
 PREFIX = "x-ckpt-engine-"
 VERSION, MIN_VERSION = "x-ckpt-engine-version", "x-ckpt-engine-min-version"
 MAX_LAG, LINEAGE = "x-ckpt-engine-max-lag", "x-ckpt-engine-lineage"
+SESSION = "x-ckpt-engine-session"
 """Headers that name versions, in lower case."""
 
 FIELD = "weight_version"
 """The field of a body that names versions. Servers take it out before the engine reads the body."""
+
+NEW_SESSION = "new"
+"""The session of a conversation's first request. An answer of the gateway names the one for the next request: the label
+(labels.py) of the version that made its last token."""
 
 _NUMBERS = {
     "exact_version": "version",
@@ -31,7 +37,7 @@ _NUMBERS = {
     "min_required_version": "min_version",
     "max_lag": "max_lag",
 }
-_MEMBERS = (*_NUMBERS, "lineage")
+_MEMBERS = (*_NUMBERS, "lineage", "session")
 _HEADERS = {"version": VERSION, "min_version": MIN_VERSION, "max_lag": MAX_LAG, "lineage": LINEAGE}
 
 MOST_DIGITS = 20
@@ -81,7 +87,7 @@ def bounds_of(headers: Mapping[str, str], field: Any = None) -> VersionBounds:
     headers: with names in lower case. field: the value of the body's FIELD; None: it has none. Raises ValueError that
     names header or field, also if the two contradict each other.
     """
-    found: dict[str, Any] = {"lineage": headers.get(LINEAGE) or None}
+    found: dict[str, Any] = {"lineage": headers.get(LINEAGE) or None, "session": headers.get(SESSION)}
     for name in ("version", "min_version", "max_lag"):
         found[name] = _header_number(headers, _HEADERS[name])
     for name, value in _members(field):
@@ -91,10 +97,31 @@ def bounds_of(headers: Mapping[str, str], field: Any = None) -> VersionBounds:
                 f"{FIELD}.{name}: {value!r}, and {found[bound]!r} is asked for beside it; give one of them"
             )
         found[bound] = value
+    session = found.pop("session")
+    _go_on(found, session)
     if found["version"] is not None and found["min_version"] is not None and found["version"] < found["min_version"]:
         version, least = found["version"], found["min_version"]
-        raise ValueError(f"{VERSION} {version} is below {MIN_VERSION} {least}: no version is both")
+        name = MIN_VERSION if session in (None, NEW_SESSION) else f"{MIN_VERSION} or the session's"
+        raise ValueError(f"{VERSION} {version} is below {name} {least}: no version is both")
     return VersionBounds(found["lineage"] or "", found["version"], found["min_version"], found["max_lag"])
+
+
+def _go_on(found: dict[str, Any], session: str | None) -> None:
+    """Adds what a session asks for: weights of its run that are not older than those of its last turn."""
+    if session is None or session == NEW_SESSION:
+        return
+    parsed = parsed_label(session)
+    if parsed is None or parsed[0] >= 10**MOST_DIGITS:
+        example = f"{NEW_SESSION!r} or what the last answer names, such as '7:1f9c02ab:run-5'"
+        raise ValueError(f"{SESSION}: {session[:80]!r} must be {example}")
+    version, _, lineage = parsed
+    if lineage and found["lineage"] not in (None, lineage):
+        raise ValueError(
+            f"{SESSION}: {session[:80]!r} is a conversation with lineage {lineage!r}, and {found['lineage']!r} is "
+            f"asked for beside it; begin another one ({NEW_SESSION!r})"
+        )
+    found["lineage"] = lineage or found["lineage"]
+    found["min_version"] = max(version, found["min_version"] or 0)
 
 
 def once(headers: Iterable[tuple[str, str]], known: Sequence[str], where: str = "") -> dict[str, str]:
@@ -140,9 +167,10 @@ def _members(field: Any) -> Iterable[tuple[str, Any]]:
             raise ValueError(f"{FIELD}.{str(name)[:40]}: there is no such member; there are {some(_MEMBERS, 9)}")
         if value is None:
             continue
-        if name == "lineage":
+        if name in ("lineage", "session"):
             if not isinstance(value, str) or not value:
-                raise ValueError(f"{FIELD}.lineage: {str(value)[:40]!r} must be the name of a lineage")
+                form = "the name of a lineage" if name == "lineage" else "a text, as the last answer names it"
+                raise ValueError(f"{FIELD}.{name}: {str(value)[:40]!r} must be {form}")
         elif type(value) is not int or value < 0 or len(str(value)) > MOST_DIGITS:
             raise ValueError(f"{FIELD}.{name}: {str(value)[:40]!r} must be an integer of 0 or more")
         yield name, value

@@ -19,7 +19,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from ckpt_engine.core.loopback import is_loopback
-from ckpt_engine.core.version_bounds import LINEAGE, MIN_VERSION, PREFIX, VERSION, VersionBounds, bounds_of, once
+from ckpt_engine.core.version_bounds import (
+    LINEAGE,
+    MIN_VERSION,
+    PREFIX,
+    SESSION,
+    VERSION,
+    VersionBounds,
+    bounds_of,
+    once,
+)
 from ckpt_engine.gate.asgi import (
     Application,
     Message,
@@ -59,7 +68,7 @@ ROUTES_ROUTE = "/ckpt_engine/routes"
 _TOKEN_HEADER = TOKEN_HEADER.encode()
 _PREFIXES = (PREFIX.encode(), PREFIX.replace("-", "_").encode())
 BAD_REQUEST = "bad_request"
-_TAKEN = (VERSION, MIN_VERSION, LINEAGE)
+_TAKEN = (VERSION, MIN_VERSION, LINEAGE, SESSION)
 """The headers of ours with which a caller may ask. Others need a gateway, which knows the last version and waits."""
 
 

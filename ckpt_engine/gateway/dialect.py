@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ckpt_engine.core.labels import parsed_label
 from ckpt_engine.gateway.json_numbers import load_answer
 from ckpt_engine.gateway.refusals import bad_request
 from ckpt_engine.gateway.single import Single
@@ -219,10 +220,8 @@ def labels_of(value: Any) -> list[Label] | None:
 def made_by(label: Any) -> GatewayVersion | None:
     """Parses an engine's label; None: it is not one of ours ("default": the engine's own weights). Agents label real
     engines VERSION:ROOT:LINEAGE, with the first digits of the root."""
-    version, *rest = str(label).split(":", 2)
-    if not version.isdecimal() or len(rest) not in (0, 2):
-        return None
-    return GatewayVersion(int(version), rest[1], rest[0]) if rest else GatewayVersion(int(version))
+    parsed = parsed_label(str(label))
+    return None if parsed is None else GatewayVersion(parsed[0], parsed[2], parsed[1])
 
 
 def output_tokens(value: Any) -> list[int]:

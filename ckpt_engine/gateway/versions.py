@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckpt_engine.core.labels import label_of
+
 RECOMPUTED, KEPT, UNKNOWN = "recomputed", "kept", "unknown"
 """What happened to the caches of the tokens before a span: recomputed by its version, or kept from the one before."""
 
@@ -103,17 +105,19 @@ def joined(spans: Sequence[Span]) -> list[Span]:
 
 
 def version_summary(spans: Sequence[Span]) -> dict[str, Any]:
-    """The fields of an answer that name its versions, also under verl's names."""
+    """The fields of an answer that name its versions, also under verl's names. session: for the conversation's next
+    request (core/version_bounds.py); None: no version is known."""
     lows = [span.lowest.version for span in spans if span.lowest]
     highs = [span.highest.version for span in spans if span.highest]
     lowest, highest = min(lows, default=None), max(highs, default=None)
-    last = spans[-1].highest.version if spans and spans[-1].highest else None
+    end = spans[-1].highest if spans else None
     return {
         "spans": [span.to_dict() for span in spans],
         "exact": all(span.exact for span in spans),
         "min_version": lowest,
         "max_version": highest,
-        "global_steps": last,
+        "session": label_of(end.version, end.root, end.lineage) if end else None,
+        "global_steps": end.version if end else None,
         "min_global_steps": lowest,
         "max_global_steps": highest,
     }

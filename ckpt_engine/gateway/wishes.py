@@ -7,16 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ckpt_engine.core import version_bounds
-from ckpt_engine.core.version_bounds import LINEAGE, MAX_LAG, MIN_VERSION, VERSION, bounds_of
+from ckpt_engine.core.version_bounds import LINEAGE, MAX_LAG, MIN_VERSION, SESSION, VERSION, bounds_of
 from ckpt_engine.gateway.choice import key_of
 from ckpt_engine.gateway.fleet import VersionWant
 from ckpt_engine.gateway.journey import Wishes
 from ckpt_engine.gateway.refusals import bad_request
 from ckpt_engine.gateway.settings import GatewaySettings
 
-SESSION = ("x-session-id", "x-smg-routing-key")
+ROUTING_KEYS = ("x-session-id", "x-smg-routing-key")
 QUEUE_SECONDS, RESUME = "x-ckpt-engine-queue-seconds", "x-ckpt-engine-resume"
-KNOWN = (VERSION, MIN_VERSION, MAX_LAG, LINEAGE, QUEUE_SECONDS, RESUME)
+KNOWN = (VERSION, MIN_VERSION, MAX_LAG, LINEAGE, SESSION, QUEUE_SECONDS, RESUME)
 
 _PASSED = ("traceparent", "tracestate")
 
@@ -35,7 +35,7 @@ def wishes_of(
     prompt: from the body. authorized: the gateway itself has checked the caller's token, so the token is not passed on
     to engines.
     """
-    session_name = next((headers[name] for name in SESSION if headers.get(name)), "") or session
+    session_name = next((headers[name] for name in ROUTING_KEYS if headers.get(name)), "") or session
     resume = headers.get(RESUME, "on").lower()
     if resume not in ("on", "off"):
         raise bad_request(f"{RESUME}: {resume!r} must be on or off")

@@ -1,6 +1,7 @@
 """An AsyncGRPOTrainer of TRL with its own rollout worker, in TRL's environment:
-`python -m tests.frameworks.async_run MANAGER MODEL OUTPUT STEPS VLLM URL`. Prints one marked JSON line.
+`python -m tests.frameworks.async_run MANAGER MODEL OUTPUT STEPS VLLM URL [agents]`. Prints one marked JSON line.
 
+agents: conversations of several turns with a tool, by our TurnWorker. It prints the versions of each one's turns too.
 VLLM: the folder of packages of an environment with vLLM: TRL's worker wants it to be there, and asks it for nothing.
 Two things are stand-ins, since TRL's trainer cannot be without an NVIDIA GPU: what CUDA calls the device, and the
 kernel of its attention, which is computed here under the name that TRL looks up.
@@ -15,12 +16,12 @@ from unittest.mock import patch
 
 import torch
 from datasets import Dataset
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedTokenizerFast
 
 from ckpt_engine.integrations.trl import WeightTransfer
 from ckpt_engine.integrations.updates import RankUpdates
 from tests.frameworks.grpo_run import many_even, say
-from tests.frameworks.words import tokenizer
+from tests.frameworks.words import ToolWords, add, tokenizer
 
 
 def attention(module: Any, query: Any, key: Any, value: Any, _mask: Any, **options: Any) -> tuple[Any, None]:
@@ -38,25 +39,52 @@ def attention(module: Any, query: Any, key: Any, value: Any, _mask: Any, **optio
     return found.transpose(0, 1)[None], None
 
 
-def main(manager: str, model: str, output: str, steps: str, vllm: str, url: str) -> None:
+def versions_of_turns(completions: list[list[dict[str, Any]]], **options: Any) -> list[float]:
+    """A reward, which prints of each conversation the lowest and the highest version of each turn."""
+    for completion in completions:
+        turns = [message["ckpt_engine"] for message in completion if message["role"] == "assistant"]
+        say(turns=[[each["min_version"], each["max_version"]] for each in turns])
+    return many_even(**options)
+
+
+def main(manager: str, model: str, output: str, steps: str, vllm: str, url: str, agents: str = "") -> None:
     # Last, so that what both environments have is TRL's.
     sys.path.append(vllm)
     from trl.chat_template_utils import qwen3_template
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
     from trl.experimental.async_grpo.packing import TREE_ATTENTION
 
-    words = tokenizer(512)
+    words = tokenizer(512, ToolWords if agents else PreTrainedTokenizerFast)
     words.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     words.response_template = qwen3_template
+    dataset = Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": f"{number} 17 {number + 3}"}]} for number in range(64)]
+    )
+    worker = None
+    if agents:
+        from ckpt_engine.integrations.trl_turns import TurnWorker
+
+        worker = TurnWorker(
+            model_name=model,
+            dataset=dataset,
+            reward_funcs=[versions_of_turns],
+            processing_class=words,
+            eos_token_ids=[words.eos_token_id],
+            tools=[add],
+            num_generations=4,
+            max_inflight_tasks=8,
+            vllm_server_url=url,
+            max_tokens=8,
+            max_tool_calling_iterations=5,
+        )
     reports: list[Any] = []
     with patch("torch.cuda.get_device_name", return_value="none"):
         trainer = AsyncGRPOTrainer(
             model=model,
             processing_class=words,
             reward_funcs=many_even,
-            train_dataset=Dataset.from_list(
-                [{"prompt": [{"role": "user", "content": f"{number} 17 {number + 3}"}]} for number in range(64)]
-            ),
+            train_dataset=dataset,
+            rollout_worker=worker,
             weight_transfer=WeightTransfer(RankUpdates(manager, replicas=2, on_report=reports.append)),
             args=AsyncGRPOConfig(
                 output_dir=str(Path(output)),

@@ -56,25 +56,48 @@ def test_the_other_seams(replicas: Cluster, tmp_path: Path) -> None:
     assert said["callback"] == [0, 2, 4]
 
 
-@pytest.mark.skipif(
+with_vllm = pytest.mark.skipif(
     "CKPT_ENGINE_VLLM_PYTHON" not in os.environ, reason="CKPT_ENGINE_VLLM_PYTHON names no Python that has vLLM"
 )
-def test_async_grpo_with_its_own_worker(replicas: Cluster, tmp_path: Path) -> None:
-    """TRL's trainer, queue and worker; its requests go to the gateway while versions change."""
+
+
+def asynchronous(cluster: Cluster, path: Path, *options: str) -> list[dict[str, Any]]:
+    """What a run with AsyncGRPOTrainer says, with a gateway before the replicas."""
     packages = subprocess.run(
         [os.environ["CKPT_ENGINE_VLLM_PYTHON"], "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
         capture_output=True,
         text=True,
         check=True,
     ).stdout.strip()
-    with running_gateway(tmp_path / "gateway.log", "--manager", replicas.address) as gateway:
-        (said,) = say(replicas, tmp_path, "-m", "tests.frameworks.async_run", then=(str(STEPS), packages, gateway.url))
+    with running_gateway(path / "gateway.log", "--manager", cluster.address) as gateway:
+        program = ("-m", "tests.frameworks.async_run")
+        return say(cluster, path, *program, then=(str(STEPS), packages, gateway.url, *options))
+
+
+@with_vllm
+def test_async_grpo_with_its_own_worker(replicas: Cluster, tmp_path: Path) -> None:
+    """TRL's trainer, queue and worker; its requests go to the gateway while versions change."""
+    (said,) = asynchronous(replicas, tmp_path)
     assert said["updates"] == list(range(1, STEPS + 2)), "the weights that it begins with, and those of every step"
     assert said["model_version"] == STEPS + 1, "TRL's number is ours"
     assert all(said["ok"])
     assert abs(said["ratios"][0] - 1) < CLOSE, "all samples of the first step are of the weights that are trained"
     assert said["divergences"][0] < CLOSE
     assert len(said["ratios"]) == STEPS
+
+
+@with_vllm
+def test_turns_of_agents_name_their_versions(replicas: Cluster, tmp_path: Path) -> None:
+    """Conversations with a tool, while versions change: each turn says which made it; none is older than the last."""
+    *conversations, end = asynchronous(replicas, tmp_path, "agents")
+    assert all(end["ok"])
+    assert len(end["ratios"]) == STEPS
+    turns = [each["turns"] for each in conversations]
+    assert all(len(each) > 1 for each in turns), turns
+    for each in turns:
+        versions = [version for turn in each for version in turn]
+        assert versions == sorted(versions), each
+    assert len({version for each in turns for turn in each for version in turn}) > 1
 
 
 def test_shards_and_exported_names_of_two_ranks(replicas: Cluster, tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ class World:
         self.version, self.before = 0, 0
         self.update()
 
-    def update(self) -> None:
-        report = self.trainer.update_weights()
+    def update(self, mode: str = "keep") -> None:
+        report = self.trainer.update_weights(pause_mode=mode)  # type: ignore[arg-type]
         assert report.ok, report
         self.before, self.version = self.version, report.version
 
@@ -229,3 +229,50 @@ def test_no_bound_is_broken_at_a_gate(world: World) -> None:
     assert reasons <= {"", "version_not_yet", "version_gone", "rolled_back", "version_changed", "updating", "hold_full"}
     assert any(not each.reason and each.versions for each in answers)
     assert reasons & {"version_gone", "rolled_back", "version_changed"}
+
+
+async def turn(world: World, session: str, prompt: list[int], field: bool) -> httpx.Response:
+    """One turn of a conversation. field: whether the session is in the body, and not in a header."""
+    body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 40, "return_token_ids": True}
+    headers = {} if field else {"x-ckpt-engine-session": session}
+    if field:
+        body["weight_version"] = {"session": session}
+    async with httpx.AsyncClient(timeout=180) as client:
+        return await client.post(f"{world.gateway.url}/v1/completions", json=body, headers=headers)
+
+
+async def turns_during_updates(world: World, mode: str) -> list[dict[str, Any]]:
+    """A conversation, and an update in each of its turns."""
+    session, prompt, found = "new", [5, 6, 7], []
+    for number in range(3):
+        asked = asyncio.ensure_future(turn(world, session, prompt, number % 2 == 0))
+        await asyncio.to_thread(world.update, mode)
+        answer = await asked
+        assert answer.status_code == 200, answer.text
+        (choice,) = answer.json()["choices"]
+        prompt += choice["token_ids"] + [11, 12]
+        session = choice["ckpt_engine"]["session"]
+        found.append(choice["ckpt_engine"])
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_turn_is_made_by_older_weights_than_the_last_one(world: World, mode: str) -> None:
+    turns = asyncio.run(turns_during_updates(world, mode))
+    versions = [version for each in turns for version in (each["min_version"], each["max_version"])]
+    assert versions == sorted(versions), turns
+    last = turns[-1]["spans"][-1]
+    assert turns[-1]["session"] == f"{last['version']}:{last['root'][:8]}:run"
+    assert len({each["session"] for each in turns}) > 1, "the updates came between"
+
+
+def test_a_conversation_says_that_its_weights_were_taken_back(world: World) -> None:
+    world.update()
+    first = asyncio.run(turn(world, "new", [5, 6, 7], True)).json()
+    session = first["choices"][0]["ckpt_engine"]["session"]
+    assert session.startswith(f"{world.version}:")
+    world.go_back("keep")
+    for field in (True, False):
+        refused = asyncio.run(turn(world, session, [5, 6, 7], field))
+        assert (refused.status_code, refused.json()["reason"]) == (409, "rolled_back"), refused.text
+    assert asyncio.run(turn(world, "new", [5, 6, 7], True)).status_code == 200

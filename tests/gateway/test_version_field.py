@@ -83,6 +83,11 @@ REFUSALS: list[tuple[Any, int, str, str]] = [
     (5, 400, "bad_request", "weight_version: '5' must be an object"),
     ({"exact_version": 4.0}, 400, "bad_request", "weight_version.exact_version: '4.0' must be an integer"),
     ({"lineage": ""}, 400, "bad_request", "weight_version.lineage: '' must be the name of a lineage"),
+    ({"session": 4}, 400, "bad_request", "weight_version.session: '4' must be a text"),
+    ({"session": "four"}, 400, "bad_request", "'four' must be 'new' or what the last answer names"),
+    ({"session": "5::"}, 503, "version_not_yet", "asks for version 5 or a later one"),
+    ({"session": "4::a", "lineage": "b"}, 400, "bad_request", "lineage 'a', and 'b' is asked for"),
+    ({"session": "5::", "exact_version": 4}, 400, "bad_request", "or the session's 5: no version is both"),
 ]
 
 
