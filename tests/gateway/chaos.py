@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import threading
@@ -40,6 +41,8 @@ class Answer:
     said: dict[str, Any]
     error: str = ""
     seconds: float = 0.0
+    bounds: dict[str, Any] = field(default_factory=dict)  # the versions that it asks for
+    reason: str = ""  # why the gateway ended it, if it was for its bounds
 
 
 @dataclass
@@ -55,8 +58,14 @@ class Tally:
     kills_late: int = 0
     from_zero: int = 0
     not_begun: int = 0
+    bounded: int = 0  # whole answers with bounds
+    ended: Counter[str] = field(default_factory=Counter)  # answers that their bounds ended, by reason
     longest: float = 0.0
     failures: list[str] = field(default_factory=list)
+
+
+class AnswerRefusedError(Exception):
+    """An answer that is an error from its beginning; its argument is the reason."""
 
 
 async def streamed(host: str, port: int, body: dict[str, Any], route: str = "/v1/completions") -> AsyncIterator[Any]:
@@ -74,7 +83,10 @@ async def streamed(host: str, port: int, body: dict[str, Any], route: str = "/v1
         )
         writer.write("\r\n".join((*lines, "", "")).encode() + content)
         answer = await reader.readuntil(b"\r\n\r\n")
-        assert answer.startswith(b"HTTP/1.1 200"), answer + await reader.read()
+        if not answer.startswith(b"HTTP/1.1 200"):
+            problem = await reader.read()
+            assert b'"reason"' in problem, answer + problem
+            raise AnswerRefusedError(json.loads(problem[problem.index(b"{") : problem.rindex(b"}") + 1])["reason"])
         assert b"transfer-encoding: chunked" in answer.lower(), answer
         rest = b""
         while size := await _chunk(reader):
@@ -94,8 +106,16 @@ async def _chunk(reader: asyncio.StreamReader) -> int:
     return int(line, 16)
 
 
+OF_BOUNDS = ("rolled_back", "version_gone", "version_changed")
+"""Reasons with which an answer may end whose caller has asked for versions."""
+
+
 class Streams:
-    """So many callers, each with one stream after another, until `end`."""
+    """So many callers, each with one stream after another, until `end`. Of four callers two take any version, one holds
+    conversations of three turns, and one asks for `newest` or later, or in every other request for exactly that."""
+
+    newest = 0
+    """The last version that an update has brought; set from outside."""
 
     def __init__(self, url: str, number: int, seed: int) -> None:
         self._host, self._port = split_address(url.removeprefix("http://"))
@@ -111,13 +131,25 @@ class Streams:
 
     async def _one(self, number: int) -> None:
         drawn = random.Random(self._seed * 10_000 + number)
-        while not self._ended.is_set():
+        last, turns = Answer([], [], "", {}), 0
+        for asked in itertools.count():
+            if self._ended.is_set():
+                return
             prompt = [drawn.randrange(512) for _ in range(6)]
-            answer = Answer(prompt, [], "", {})
+            bounds: dict[str, Any] = {}
+            if number % 4 == 2:
+                turns = turns + 1 if last.finish and turns < 3 else 1
+                prompt = last.prompt + last.told + prompt[:2] if turns > 1 else prompt
+                bounds = {"session": last.said["session"] if turns > 1 else "new"}
+            elif number % 4 == 3:
+                bounds = {"exact_version" if asked % 2 else "min_version": self.newest}
+            last = answer = Answer(prompt, [], "", {}, bounds=bounds)
             self._begun[number] = time.monotonic()
             try:
                 async with asyncio.timeout(REQUEST_SECONDS):
                     await self._ask(answer)
+            except AnswerRefusedError as refusal:
+                answer.reason = str(refusal)
             except (OSError, EOFError, AssertionError) as error:
                 answer.error = f"{type(error).__name__}: {error}"
             answer.seconds = time.monotonic() - self._begun.pop(number)
@@ -130,9 +162,17 @@ class Streams:
     async def _ask(self, answer: Answer) -> None:
         body = {"prompt": answer.prompt, "max_tokens": TOKENS, "temperature": 0, "return_token_ids": True}
         last: Any = None
+        if answer.bounds:
+            body["weight_version"] = answer.bounds
         async for event in streamed(self._host, self._port, {**body, "stream": True}):
             if event != "[DONE]" and "error" in event:
-                answer.error = str(event["error"])
+                error = event["error"]
+                if error.get("reason") in OF_BOUNDS and answer.bounds:
+                    answer.reason = error["reason"]
+                    (choice,) = error.get("choices") or [{}]
+                    answer.said = choice.get("ckpt_engine", {})
+                else:
+                    answer.error = str(error)
             elif event != "[DONE]":
                 (choice,) = event["choices"]
                 answer.told += choice["token_ids"]
@@ -194,15 +234,25 @@ class Killer(threading.Thread):
 
 
 def update_for(
-    trainer: Trainer, model: Any, models: Sequence[Any], seconds: float, apart: float, enough: Callable[[], bool]
+    trainer: Trainer,
+    model: Any,
+    models: Sequence[Any],
+    seconds: float,
+    apart: float,
+    enough: Callable[[], bool],
+    served: Callable[[int], object],
 ) -> int:
     """Updates through the pause modes, as far apart, for so long, and on a slow machine on until there is enough; three
-    times as long at most. Version v has the weights of models[v % len(models)]. Returns the last version."""
+    times as long at most. Version v has the weights of models[v % len(models)]. Returns the last version.
+
+    served: called with each version that an update has brought.
+    """
     begun, version = time.monotonic(), 0
     while (passed := time.monotonic() - begun) < seconds or (passed < 3 * seconds and not enough()):
         version += 1
         take(model, models[version % len(models)])
         trainer.update_weights(version=version, pause_mode=MODES[version % len(MODES)], min_replicas=1)  # type: ignore[arg-type]
+        served(version)
         time.sleep(max(0.0, apart - (time.monotonic() - begun - passed)))
     return version
 
@@ -221,8 +271,14 @@ def count(answers: Sequence[Answer]) -> Tally:
         tally.answers += 1
         tally.tokens += len(answer.told)
         tally.longest = max(tally.longest, answer.seconds)
+        assert_bounded(answer)
+        if answer.reason in OF_BOUNDS and not answer.error:
+            tally.ended[answer.reason] += 1
+            continue
+        tally.bounded += bool(answer.bounds)
         if answer.error or answer.finish != "length" or len(answer.told) != TOKENS:
-            tally.failures.append(f"{len(answer.told)} tokens, finish {answer.finish!r}: {answer.error}")
+            why = answer.error or answer.reason
+            tally.failures.append(f"{len(answer.told)} tokens, finish {answer.finish!r}: {why}")
             continue
         said = answer.said
         at = 0
@@ -242,12 +298,24 @@ def count(answers: Sequence[Answer]) -> Tally:
     return tally
 
 
+def assert_bounded(answer: Answer) -> None:
+    """No token of it is of a version that its caller did not ask for."""
+    spans = answer.said.get("spans", [])
+    least = answer.bounds.get("min_version", answer.bounds.get("exact_version"))
+    if (session := answer.bounds.get("session", "new")) != "new":
+        least = int(session.split(":")[0])
+    for span in spans if least is not None else []:
+        assert span["min_version"] is not None, answer
+        assert span["min_version"] >= least, answer
+        assert "exact_version" not in answer.bounds or span["max_version"] == least, answer
+
+
 def judge(answers: Sequence[Answer], models: Sequence[Any]) -> int:
     """Compares each token with the weights that it is said to be of. Returns how many were compared.
 
     Tokens computed over caches that an older version had made are no version's alone, and are not judged.
     """
-    return sum(_judge_one(answer, models) for answer in answers if not answer.error)
+    return sum(_judge_one(answer, models) for answer in answers if answer.finish and not answer.error)
 
 
 def _judge_one(answer: Answer, models: Sequence[Any]) -> int:

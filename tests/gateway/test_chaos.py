@@ -7,26 +7,38 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_engine import Trainer
+from ckpt_engine import Client, Trainer
 from tests.cluster import running_cluster
-from tests.gateway.chaos import ENGINE_OPTIONS, Killer, Streams, count, judge, make_model, reasons, update_for
+from tests.gateway.chaos import ENGINE_OPTIONS, MODES, Killer, Streams, count, judge, make_model, reasons, update_for
 from tests.gateway.gateways import running_gateway
 
 WEIGHTS = 5
 KILLS_APART = 10.0
 
 
-def play(path: Path, replicas: int, streams: int, seconds: float, crossed: int, late: int) -> None:
-    """Runs it for so long, and longer until so many answers crossed two versions and so many legs were killed late."""
+BACK_EVERY = 8
+"""Every so many updates the last one is taken back, in the ten minutes."""
+
+
+def play(
+    path: Path, replicas: int, streams: int, seconds: float, crossed: int, late: int, rollbacks: bool = False
+) -> None:
+    """Runs it for so long, and longer until so many answers crossed two versions and so many legs were killed late.
+
+    rollbacks: every so many updates the last one is taken back, from a relay that has the one before.
+    """
     torch.set_num_threads(1)
     models = [make_model(path / f"weights-{number}", number) for number in range(WEIGHTS)]
     model = make_model(path / "model", 0)
     make_model(path / "bare", weights=False)
+    own = {"CKPT_ENGINE_RELAY_DIRECTORY": str(path / "relays")}  # this host may have a relay
     with running_cluster(path) as cluster:
         for number in range(replicas):
-            cluster.replica(f"r{number}", "reference", path / "bare", *ENGINE_OPTIONS)
+            cluster.replica(f"r{number}", "reference", path / "bare", *ENGINE_OPTIONS, environment=own)
         for replica in cluster.replicas:
             replica.registered()
+        if rollbacks:
+            cluster.relay("relay", environment=own).registered()
         options = ("--manager", cluster.address, "--workers", "2")
         with Trainer(cluster.address, lineage="run") as trainer, running_gateway(path / "g.log", *options) as gateway:
             trainer.publish(model, move=True)
@@ -39,16 +51,27 @@ def play(path: Path, replicas: int, streams: int, seconds: float, crossed: int, 
                 now = count(callers.answers)
                 return now.crossed >= crossed and now.kills_late >= late
 
+            def served(version: int) -> None:
+                callers.newest = version
+                if rollbacks and version % BACK_EVERY == 0:
+                    callers.newest = 0
+                    with Client(cluster.address) as client:
+                        report = client.rollback(version - 1, pause_mode=MODES[version // BACK_EVERY % len(MODES)])
+                    taken_back.append(report.version)
+
+            taken_back: list[int] = []
             try:
-                versions = update_for(trainer, model, models, seconds, apart=1.0, enough=enough)
+                versions = update_for(trainer, model, models, seconds, apart=1.0, enough=enough, served=served)
             finally:
                 killer.end()
                 answers = callers.end()
             tally = count(answers)
             judged = judge(answers, models)
-            print(f"{tally} {judged=} {versions=} kills={killer.kills}")
+            print(f"{tally} {judged=} {versions=} kills={killer.kills} rollbacks={len(taken_back)}")
             assert not tally.failures, f"{reasons(tally)}\n{gateway.tail()}"
     assert judged
+    assert tally.bounded
+    assert bool(taken_back) == rollbacks
     assert tally.from_zero == 0
     assert tally.resumed
     assert tally.crossed >= crossed
@@ -63,4 +86,4 @@ def test_a_minute(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.hours
 def test_ten_minutes(tmp_path: Path) -> None:
-    play(tmp_path, replicas=4, streams=256, seconds=600, crossed=1000, late=50)
+    play(tmp_path, replicas=4, streams=256, seconds=600, crossed=1000, late=50, rollbacks=True)
