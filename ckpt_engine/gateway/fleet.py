@@ -70,6 +70,7 @@ class Visit:
         self._rollback_versions: set[GatewayVersion] = set()  # that the replica went back to, or is about to
         # Other versions in the replica's news. One older than the gate's, or of the run before, was overtaken.
         self._news_versions: set[GatewayVersion] = set()
+        self._modes: dict[int, set[str]] = {}  # of the updates in the news meanwhile, by version
         member.visits.add(self)
         member.prefills += resumed
         self.hear(member.news, None)
@@ -93,6 +94,8 @@ class Visit:
         """Takes in news of the replica. before: the version in the last news."""
         if news.mode == ABORT:
             self._aborts.add(news.next)
+        if news.next is not None and news.mode:
+            self._modes.setdefault(news.next.version, set()).add(news.mode)
         stays = self.has_token and news.mode in ENDS
         for each in (news.identity, None if stays else news.next):
             if each is not None:
@@ -110,6 +113,13 @@ class Visit:
         before the request was let in."""
         first = self._admitted
         return any(first is None or each is None or each.version != first.version for each in self._aborts)
+
+    def caches(self, number: int) -> str:
+        """What happened to its caches when the replica installed the version of this number. It may have done so more
+        than once, as after a rollback: then it is known only if all were in one mode."""
+        modes = self._modes.get(number) or self._member.modes.get(number, set())
+        mode = next(iter(modes)) if len(modes) == 1 else ""
+        return {"in_place": KEPT, "keep": RECOMPUTED, "unspecified": RECOMPUTED}.get(mode, UNKNOWN)
 
     def bounds(self) -> tuple[GatewayVersion | None, GatewayVersion | None]:
         """The lowest and the highest version that the replica can have held meanwhile."""
@@ -135,7 +145,7 @@ class FleetReplica:
     failures: int = 0
     shunned_until: float = 0.0
     last_failure: str = ""
-    modes: dict[int, str] = field(default_factory=dict)
+    modes: dict[int, set[str]] = field(default_factory=dict)  # of the updates in its news, by version
     life: int = 0  # how often its engine was seen dead
     down: bool = False  # its engine was seen dead and has not answered since
 
@@ -180,12 +190,6 @@ class FleetReplica:
         before, self.news = self.news.identity, news
         for visit in self.visits:
             visit.hear(news, before)
-
-    def caches(self, number: int) -> str:
-        """What happened to the caches of running requests when it installed the version of this number."""
-        return {"in_place": KEPT, "keep": RECOMPUTED, "unspecified": RECOMPUTED}.get(
-            self.modes.get(number, ""), UNKNOWN
-        )
 
 
 @dataclass(frozen=True)
@@ -235,7 +239,7 @@ class Fleet:
                 member.failures, member.shunned_until = 0, 0.0
             member.tell(each)
             if each.next is not None and each.mode:
-                member.modes[each.next.version] = each.mode
+                member.modes.setdefault(each.next.version, set()).add(each.mode)
                 while len(member.modes) > HISTORY:
                     del member.modes[next(iter(member.modes))]
             self._remember(member, each.identity)

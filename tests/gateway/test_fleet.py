@@ -180,7 +180,28 @@ def test_what_a_replica_can_have_held_is_a_range() -> None:
     )
     fleet.tell([draining])
     assert visit.bounds() == (GatewayVersion(2, "run", "ab"), GatewayVersion(3, "run"))
-    assert (member.caches(3), member.caches(2)) == ("kept", "unknown")
+    assert (visit.caches(3), visit.caches(2)) == ("kept", "unknown")
+
+
+def test_what_became_of_caches_is_told_by_visit_since_a_replica_may_take_one_version_twice() -> None:
+    fleet = fleet_of(told("a", version=2))
+    member = fleet.members["a"]
+
+    def draining(now: int, to: int, mode: str) -> ReplicaNews:
+        return replace(told("a", version=now), state=FleetState.DRAINING, next=GatewayVersion(to, "run"), mode=mode)
+
+    first = Visit(member)
+    fleet.tell([draining(2, 3, "in_place")])
+    fleet.tell([told("a", version=3)])
+    assert first.caches(3) == "kept"
+    fleet.tell([draining(3, 4, "keep")])
+    fleet.tell([told("a", version=4)])
+    second = Visit(member)
+    fleet.tell([draining(4, 3, "keep")])
+    assert second.caches(3) == "recomputed", "it saw the rollback only"
+    assert first.caches(3) == "unknown", "it may have crossed over to version 3 at either time"
+    fleet.tell([told("a", version=3)])
+    assert Visit(member).caches(3) == "unknown"
 
 
 @pytest.mark.parametrize(("mode", "highest"), [("abort", 2), ("wait", 2), ("keep", 3), ("", 3)])
