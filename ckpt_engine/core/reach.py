@@ -59,8 +59,8 @@ def by_process(source: Host, worker: Host) -> Reach:
     if not source.pid_namespace or source.pid_namespace != worker.pid_namespace:
         return Reach(
             False,
-            f"source and worker share host {name_of(source)} but not its process ids ({_namespace(source)} and "
-            f"{_namespace(worker)}), so the worker cannot open the source's memory; run both in one container, or "
+            f"source and reader share host {name_of(source)} but not its process ids ({_namespace(source)} and "
+            f"{_namespace(worker)}), so the reader cannot open the source's memory; run both in one container, or "
             "their containers with a common PID namespace (docker run --pid=host, Kubernetes shareProcessNamespace), "
             "or start a relay beside the source and mount its directory (CKPT_ENGINE_RELAY_DIRECTORY) into both",
         )

@@ -120,7 +120,8 @@ def test_one_that_is_back_is_not_gone(update: Update) -> None:
     update.placing.drop("relay a", "it did not come back")
     assert not update.placing.missing()
     assert not update.placing.held()
-    assert "relay a is left out: it did not come back" in update.placing.describe()
+    update.placing.why["relay a"] = "relay a is filled for r: prefetch is 'always'"
+    assert update.placing.describe() == "relay a is left out: it did not come back"
     update.hello((IDENTITY, b"new"))
     update.answer(b"new")
     assert not update.placing.held(), "what was left out stays out"

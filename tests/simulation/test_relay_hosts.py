@@ -133,6 +133,25 @@ def test_what_no_relay_reaches_is_told_what_to_start(story: Story) -> None:
     assert not story.ledger.intents
 
 
+@pytest.mark.parametrize("lost", ["A", "B"])
+def test_a_relay_that_is_lost_is_named_before_what_else_would_help(story: Story, lost: str) -> None:
+    """Whether it is the trainer's or the replica's: in containers of one machine, to run both in one would help too."""
+    a, b = story.hosts = [
+        weights_pb2.Host(boot_id="one kernel", pid_namespace=name, name=name, relay_directory=name, address=name)
+        for name in "AB"
+    ]
+    relays = {relay.host.name: relay for relay in relays_on(story, a, b)}
+    far, near, group = story.replica(host=b), story.replica(host=a), story.ranks(hosts=[a])
+    assert outcomes(trained(story, group)) == {far.name: NEW, near.name: NEW}
+    relays[lost].crash()
+    story.wait(story.deadlines.lease + 1.0)
+    report = trained(story, group)
+    assert outcomes(report) == {far.name: OLD, near.name: NEW}
+    why = next(each.problem.message for each in report.replicas if each.replica == far.name)
+    assert why.startswith(f"relay {lost.lower()} had a session with this manager and has none now: start it")
+    assert "out of reach" in why, "what else is wrong is told, too"
+
+
 def test_a_step_in_between_counts_for_no_replica(story: Story) -> None:
     """It holds the version, but nobody is installed from it."""
     relays_on(story, A, B)

@@ -249,12 +249,7 @@ class RelayPlacing:
         """Sentences for a report that is fine but not what was asked for."""
         if self._goal.prefetch != manager_pb2.PREFETCH_ALWAYS or self._fillings:
             return []
-        return [f"prefetch is 'always', and no relay was filled, so replicas read the trainer: {self._reasons()}"]
-
-    def describe(self) -> str:
-        """A sentence for people: why relays were filled or not, and why some do not count."""
-        out = [f"{each.relay} is left out: {each.exclusion.message}" for each in self._excluded() if each.exclusion]
-        return "; ".join([self._reasons(), *out])
+        return [f"prefetch is 'always', and no relay was filled, so replicas read the trainer: {self.describe()}"]
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
         """Blobs that relays with a command may fetch."""
@@ -277,13 +272,16 @@ class RelayPlacing:
             for name in each.replicas
         }
 
-    def _reasons(self) -> str:
-        reasons = [self._reason(name) for name in sorted({*self.why, *self._reasons_by_relay})]
-        return "; ".join(reasons) or "no relay has a session with this manager"
+    def describe(self) -> str:
+        """A sentence for people on each relay: why it was filled or not, or why it does not count."""
+        reasons = [self._reason(name) for name in sorted({*self.why, *self._reasons_by_relay, *self._fillings})]
+        return "; ".join(filter(None, reasons)) or "no relay has a session with this manager"
 
     def _reason(self, name: str) -> str:
-        """Why a relay is filled; if only for others, nothing but that."""
+        """Why a relay is filled; if only for others, nothing but that. If it was left out, nothing but why."""
         filling, reason = self._fillings.get(name), self._reasons_by_relay.get(name)
+        if filling is not None and filling.exclusion is not None:
+            return f"{name} is left out: {filling.exclusion.message}"
         if reason is not None and filling is not None and not filling.replicas:
             return reason
         return "; ".join(filter(None, (self.why.get(name), reason)))

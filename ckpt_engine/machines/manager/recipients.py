@@ -207,21 +207,24 @@ class Recipients:
             else:
                 self._leave_out_unplanned(name, problem)
 
-    def take_ways(self, identity: Version, planned: Collection[str], why: Mapping[str, Problem], never: str) -> None:
+    def take_ways(
+        self, identity: Version, planned: Collection[str], why: Mapping[str, Problem], otherwise: str, never: str
+    ) -> None:
         """Leaves out the replicas that are not installed from relays and cannot, or may not, read the trainer.
 
-        planned: replicas that are installed from relays. why: of the others, why they are not. never: why these may
-        not read the trainer; empty: they may.
+        planned: replicas that are installed from relays. why: of others, why they are not; this comes first in what is
+        told, since relays are how weights were to get there. otherwise: of those that `why` does not name. never: why
+        these may not read the trainer; empty: they may.
         """
         for name in self.lacking(identity):
             if name in planned:
                 continue
             if name in self.cut_off:
                 problem = self.cut_off[name]
-                detail = why[name].message if name in why and why[name].message != problem.message else ""
-                self._leave_out_unplanned(name, with_words(problem, detail))
+                led = led_by(why[name].message, problem) if name in why else with_words(problem, otherwise)
+                self._leave_out_unplanned(name, led)
             elif never:
-                message = f"it keeps what it serves, since {never}: {why[name].message}"
+                message = f"it keeps what it serves, since {never}: {why[name].message if name in why else otherwise}"
                 self.leave_out(name, precondition(message, replica=name).problem)
 
     def refusal(self) -> Problem | None:
@@ -390,3 +393,11 @@ def with_words(problem: Problem, more: str) -> Problem:
     new = [clause for clause in more.split("; ") if clause and clause not in problem.message]
     extended.message = "; ".join([problem.message, *new])
     return extended
+
+
+def led_by(cause: str, problem: Problem) -> Problem:
+    """The problem with its clauses behind `cause`, without those that `cause` has."""
+    led = Problem()
+    led.CopyFrom(problem)
+    led.message = with_words(Problem(message=cause), problem.message).message
+    return led

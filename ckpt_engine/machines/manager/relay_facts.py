@@ -28,17 +28,39 @@ def connected_relays(state: ManagerState) -> list[Holder]:
     return [holder for holder in state.members.connected_holders() if holder.filling is not None]
 
 
-def missing_relays(state: ManagerState) -> str:
-    """A sentence that names known relays without a session, and what to do; empty: there are none."""
-    relays = [each for each in state.members.holders.values() if each.filling is not None and each.peer is None]
+def missing_relays(state: ManagerState, names: Collection[str] | None = None) -> str:
+    """A sentence that names known relays without a session, and what to do; empty: there are none. names: only of
+    these; None: of all."""
+    relays = [each.source for each in _lost_relays(state) if names is None or each.source in names]
     if not relays:
         return ""
-    names = " and ".join(sorted(each.source for each in relays))
+    which = " and ".join(sorted(relays))
     most = state.deadlines.reconnect_most
     return (
-        f"{names} had a session with this manager and has none now: start it if it does not run; if it has just "
+        f"{which} had a session with this manager and has none now: start it if it does not run; if it has just "
         f"started, it connects within {most:g} s, so call again then"
     )
+
+
+def lost_relays(
+    state: ManagerState, recipients: Recipients, published: Published | None = None
+) -> dict[str, frozenset[str]]:
+    """By replica, the known relays without a session that its workers would read. published: also those on the hosts of
+    its sources, by way of which other relays would get the weights."""
+    lost = _lost_relays(state)
+    source_hosts = () if published is None else [source.host for source in published.sources]
+    between = frozenset(
+        relay.source for relay in lost if any(by_directory(relay.host, host).ok for host in source_hosts)
+    )
+    found: dict[str, frozenset[str]] = {}
+    for worker in recipients.workers():
+        near = {relay.source for relay in lost if by_directory(relay.host, worker.host).ok}
+        found[worker.key[0]] = found.get(worker.key[0], between) | near
+    return found
+
+
+def _lost_relays(state: ManagerState) -> list[Holder]:
+    return [each for each in state.members.holders.values() if each.filling is not None and each.peer is None]
 
 
 def slow_relays(holders: Iterable[Holder]) -> dict[str, str]:

@@ -24,8 +24,8 @@ from ckpt_engine.machines.manager.course import Course, Phase
 from ckpt_engine.machines.manager.members import Holder, Member
 from ckpt_engine.machines.manager.placing import PlacedFilling, RelayAbsent, RelayPlacing, RelayRetry
 from ckpt_engine.machines.manager.plan_pipeline import Failed, Planned, PlanPipeline, PlanTask, Sealing, Way
-from ckpt_engine.machines.manager.recipients import Recipients, with_words
-from ckpt_engine.machines.manager.relay_facts import missing_relays, relay_hosts
+from ckpt_engine.machines.manager.recipients import Recipients, led_by, with_words
+from ckpt_engine.machines.manager.relay_facts import lost_relays, missing_relays, relay_hosts
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
@@ -138,8 +138,12 @@ class UpdateRelays:
             never, unknown = self.trainer_gone.message, "no relay was filled for it"
         elif self._course.goal.until == manager_pb2.UNTIL_HELD:
             never = "the trainer goes on when relays hold the version"
-        why = dict.fromkeys(self._recipients.prepared(), weights_pb2.Problem(message=unknown)) | why
-        self._recipients.take_ways(self._identity, self.ways.keys(), why, never)
+        lost = lost_relays(self._course.state, self._recipients, self._course.goal.published)
+        for name, relays in lost.items():
+            known = why.get(name, weights_pb2.Problem())
+            if away := missing_relays(self._course.state, [each for each in relays if each not in known.message]):
+                why[name] = led_by(away, known)
+        self._recipients.take_ways(self._identity, self.ways.keys(), why, unknown, never)
 
     def give_up_trainer(self, problem: weights_pb2.Problem) -> bool:
         """Gives up the trainer, which is lost or may change its weights. Returns whether the update goes on without it,
