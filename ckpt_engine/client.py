@@ -51,7 +51,7 @@ class Ask(Generic[Answer]):
 
 
 def held_versions(status: manager_pb2.GetStatusResponse) -> list[manager_pb2.VersionStatus]:
-    """The versions that connected holders hold or replicas serve, by lineage, the newest first."""
+    """The versions that connected holders, ranks or files hold, or replicas serve, by lineage, the newest first."""
     found: dict[tuple[str, int, bytes], manager_pb2.VersionStatus] = {}
 
     def place(identity: weights_pb2.Identity) -> manager_pb2.VersionStatus:
@@ -61,6 +61,8 @@ def held_versions(status: manager_pb2.GetStatusResponse) -> list[manager_pb2.Ver
     for holder in status.holders:
         for held in holder.held if holder.connected else ():
             place(held).holders.append(f"{holder.kind} {holder.name}")
+    for version in status.sealed:
+        place(version.identity).holders.extend(version.holders)
     for replica in status.replicas:
         if replica.HasField("identity"):
             place(replica.identity).replicas.append(replica.name)

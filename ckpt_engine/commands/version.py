@@ -21,10 +21,10 @@ def list_versions(
     lineage: Annotated[str | None, typer.Option(help="Only this lineage. Default: all.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print a JSON array.")] = False,
 ) -> None:
-    """Show each version that a relay or another holder has, or a replica serves: the newest of a run first.
+    """Show each version that something holds as it was sealed, or a replica serves: the newest of a run first.
 
-    What is held can be gone back to (`ckpt-engine rollback`) and read (`ckpt-engine pull`). A lineage's latest version
-    can also be read from its own source, if `ckpt-engine lineage list` names one.
+    What a relay, a trainer's ranks ("rank 0") or files hold can be gone back to (`ckpt-engine rollback`) and read
+    (`ckpt-engine pull`).
     """
     found = ask_manager(manager, lambda client: client.versions(lineage), "its status")
     if json_output:

@@ -1376,7 +1376,7 @@ class Holding(_message.Message):
     def __init__(self, owner: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("fence", "phase", "latest", "trainers", "replicas", "software_version", "holdings", "warnings", "holders", "lineages", "waiting_for")
+    __slots__ = ("fence", "phase", "latest", "trainers", "replicas", "software_version", "holdings", "warnings", "holders", "lineages", "waiting_for", "sealed")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     LATEST_FIELD_NUMBER: _ClassVar[int]
@@ -1388,6 +1388,7 @@ class GetStatusResponse(_message.Message):
     HOLDERS_FIELD_NUMBER: _ClassVar[int]
     LINEAGES_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    SEALED_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     phase: str
     latest: _weights_pb2.Identity
@@ -1399,7 +1400,8 @@ class GetStatusResponse(_message.Message):
     holders: _containers.RepeatedCompositeFieldContainer[HolderStatus]
     lineages: _containers.RepeatedCompositeFieldContainer[LineageStatus]
     waiting_for: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., phase: _Optional[str] = ..., latest: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., trainers: _Optional[_Iterable[_Union[TrainerStatus, _Mapping]]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., software_version: _Optional[str] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ..., holders: _Optional[_Iterable[_Union[HolderStatus, _Mapping]]] = ..., lineages: _Optional[_Iterable[_Union[LineageStatus, _Mapping]]] = ..., waiting_for: _Optional[_Iterable[str]] = ...) -> None: ...
+    sealed: _containers.RepeatedCompositeFieldContainer[VersionStatus]
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., phase: _Optional[str] = ..., latest: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., trainers: _Optional[_Iterable[_Union[TrainerStatus, _Mapping]]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., software_version: _Optional[str] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ..., holders: _Optional[_Iterable[_Union[HolderStatus, _Mapping]]] = ..., lineages: _Optional[_Iterable[_Union[LineageStatus, _Mapping]]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., sealed: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ...) -> None: ...
 
 class WatchReplicasRequest(_message.Message):
     __slots__ = ("watcher",)

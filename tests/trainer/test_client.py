@@ -51,7 +51,7 @@ def test_a_client_tells_what_there_is_and_operates_replicas(manager: str, replic
         assert refused(lambda: client.wait("run", 4)).code is ErrorCode.NOT_FOUND
         (seen,) = client.versions("run")
         assert (seen.identity.version, seen.identity.root.hex()) == (3, report.root)
-        assert (list(seen.holders), list(seen.replicas)) == ([], ["one"])
+        assert (list(seen.holders), list(seen.replicas)) == (["rank 0"], ["one"]), "its copy stays as it was sealed"
         assert client.versions("other") == []
 
         assert client.hold("one", "a look").reason == "a look"

@@ -20,6 +20,7 @@ from plain_replica import PlainReplica
 from safetensors.torch import save_file
 from trainer_world import DEADLINES, manager_config
 
+from ckpt_engine import Client
 from ckpt_engine.channel import ManagerStub, problem_of
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.manager.service import running_manager
@@ -108,6 +109,9 @@ def test_replicas_get_what_lies_there_and_repeating_the_call_is_the_same_update(
     said = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=240, check=True)
     assert said.stdout == "version 1: one\n"
     assert len(one.installs) == 1
+    with Client(manager) as client:
+        (listed,) = client.versions("prime")
+    assert (listed.identity, list(listed.holders), list(listed.replicas)) == (report.identity, ["files"], ["one"])
 
 
 def test_what_cannot_be_published_is_refused_before_anybody_is_asked(

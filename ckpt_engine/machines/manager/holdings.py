@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from ckpt_engine.core.problems import invalid, not_found
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Done, HeldOffer, Joined, JoinSources, Published, SourceOffer
+from ckpt_engine.machines.manager.lineages import FILES
 from ckpt_engine.machines.manager.members import Holder
 from ckpt_engine.machines.manager.plan_pipeline import Failed, PlanPipeline, PlanTask
 from ckpt_engine.machines.manager.publications import Publications
@@ -238,7 +239,7 @@ def _readable(state: ManagerState) -> dict[tuple[str, int], _Readable]:
                 each = readable.setdefault((identity.lineage, identity.number), _Readable(identity, held.record))
                 each.tables.append(held.table)
     for content in state.versions.contents.values():
-        identity, tables = content.identity, _sealed_tables(state, content)
+        identity, tables = content.identity, [source.table for source in _sealed_sources(state, content)]
         if content.record is not None:
             key = identity.lineage, identity.number
             if tables and key not in readable:
@@ -249,12 +250,24 @@ def _readable(state: ManagerState) -> dict[tuple[str, int], _Readable]:
     return readable
 
 
-def _sealed_tables(state: ManagerState, content: Content) -> list[manager_pb2.BlobRef]:
-    """Tables of the ranks, or files, that still have the weights that were sealed."""
+def sealed_versions(state: ManagerState) -> list[manager_pb2.VersionStatus]:
+    """The versions that ranks, or files, still have as they were sealed, and which ranks; in no order."""
+    found = []
+    for content in state.versions.contents.values():
+        sources = _sealed_sources(state, content) if content.record is not None else []
+        if sources and content.published is not None and len(sources) == len(content.published.sources):
+            names = [FILES if source.outlives else f"rank {source.rank}" for source in sources]
+            message = content.identity.message()
+            found.append(manager_pb2.VersionStatus(identity=message, holders=dict.fromkeys(names)))
+    return found
+
+
+def _sealed_sources(state: ManagerState, content: Content) -> list[SourceOffer]:
+    """The ranks, or files, that still have the weights that were sealed."""
     if content.published is None or content.sealed_since:
         return []
     return [
-        source.table
+        source
         for source in content.published.sources
         if source.stays_sealed and _is_there(state, content, source)
     ]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.events import OperatorHold
-from ckpt_engine.machines.manager.holdings import Holdings
+from ckpt_engine.machines.manager.holdings import Holdings, sealed_versions
 from ckpt_engine.machines.manager.lineages import lineages
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.publications import Publications
@@ -77,6 +77,7 @@ def status_of(
             progress=holder.words.progress,
             slow=slow.get(source, ""),
         )
+    answer.sealed.extend(sealed_versions(state))
     for owner in sorted(holdings):
         if size := sum({ref.digest: ref.size for ref in holdings[owner]}.values()):
             answer.holdings.add(owner=owner, bytes=size)
