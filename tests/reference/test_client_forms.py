@@ -120,7 +120,7 @@ async def test_nested_prompts_and_several_samples_come_back_in_order(
 async def test_completions_of_token_ids(client: httpx.AsyncClient, versions: Versions) -> None:
     version = versions[0]
     expected = reference_tokens(version.model, version.prompt, TOKENS).tokens
-    body = {"model": "any", "prompt": version.prompt, "max_tokens": TOKENS, "temperature": 0, **COMPLETION_ROUTED}
+    body = {"model": "", "prompt": version.prompt, "max_tokens": TOKENS, "temperature": 0, **COMPLETION_ROUTED}
     plain = await post(client, "/v1/completions", **body, user="x", not_known=1)
     assert "token_ids" not in plain["choices"][0]
     answer = await post(client, "/v1/completions", **body, return_token_ids=True, logprobs=1)
@@ -195,6 +195,23 @@ async def test_a_refusal_is_words(client: httpx.AsyncClient) -> None:
         answer = await client.post("/generate", content=body, headers={"content-type": "application/json"})
         assert answer.status_code == 422
         assert named in answer.json()["detail"]
+
+
+async def test_another_model_is_not_found_in_openais_words(client: httpx.AsyncClient, versions: Versions) -> None:
+    """As vLLM has it; without a name the model is meant that there is."""
+    (card,) = (await client.get("/v1/models")).json()["data"]
+    prompt = versions[0].prompt
+    body = {"prompt": prompt, "max_tokens": 1}
+    for name in (card["id"], f"{card['id']}/", "", None):
+        assert (await post(client, "/v1/completions", **body, model=name))["choices"]
+    tokens = {"token_ids": prompt, "sampling_params": {"max_tokens": 1}}
+    for route, fields in (("/v1/completions", body), ("/inference/v1/generate", tokens)):
+        answer = await client.post(route, json={**fields, "model": "gpt-4"})
+        assert answer.status_code == 404
+        error = answer.json()["error"]
+        assert error["code"] == "model_not_found"
+        assert "'gpt-4'" in error["message"]
+        assert card["id"] in error["message"]
 
 
 async def test_routers_learn_the_model_in_any_state(one_worker: EngineProcess, versions: Versions) -> None:

@@ -45,6 +45,7 @@ class InferenceBody(BaseModel):
 
     token_ids: Annotated[list[Annotated[int, Field(strict=True)]], Field(min_length=1)]
     sampling_params: InferenceSampling = InferenceSampling()
+    model: str | None = None
     request_id: str | None = None
     stream: bool | None = None
 

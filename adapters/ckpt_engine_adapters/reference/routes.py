@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import Body, FastAPI, Request
@@ -145,7 +146,10 @@ def create_app(engine: ReferenceEngine, facts: ModelFacts) -> FastAPI:
             "weight_version": "default" if identity is None else str(identity.version),
         }
 
-    async def generate(form: AnswerForm, request: Request, stream: bool) -> Response:
+    async def generate(form: AnswerForm, request: Request, stream: bool, model: str | None = None) -> Response:
+        if model and Path(model) != Path(facts.served_model_name):  # a path, unless it was given a name
+            refusal = f"The model {model!r} does not exist; this engine serves {facts.served_model_name!r}"
+            return problem(404, refusal, code="model_not_found")
         for generation in form.generations:
             too_much = _too_much(generation, facts)
             if too_much:
@@ -163,12 +167,12 @@ def create_app(engine: ReferenceEngine, facts: ModelFacts) -> FastAPI:
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionBody, request: Request) -> Response:
         form = CompletionForm(body, body.generations(facts.max_positions), facts.served_model_name)
-        return await generate(form, request, bool(body.stream))
+        return await generate(form, request, bool(body.stream), body.model)
 
     @app.post("/inference/v1/generate", response_model=None)
     async def inference(body: InferenceBody, request: Request) -> Response:
         form = InferenceForm(body, body.generations(facts.max_positions))
-        return await generate(form, request, bool(body.stream))
+        return await generate(form, request, bool(body.stream), body.model)
 
     @app.post("/pause")
     async def pause(body: PauseBody) -> dict[str, Any]:

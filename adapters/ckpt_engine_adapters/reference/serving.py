@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from ckpt_engine.core.openai_errors import error_object
 from ckpt_engine_adapters.reference.answers import AnswerForm, Event
 from ckpt_engine_adapters.reference.engine import ReferenceEngine
 from ckpt_engine_adapters.reference.generation import Generation, Token
@@ -31,9 +32,12 @@ async def answer(engine: ReferenceEngine, form: AnswerForm, request: Request, st
     return problem(500, error) if error else JSONResponse(form.whole())
 
 
-def problem(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    """A problem as in RFC 9457."""
-    body = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status, "detail": detail}
+def problem(status: int, detail: str, headers: dict[str, str] | None = None, code: str = "") -> JSONResponse:
+    """A problem as in RFC 9457, with the error that OpenAI's clients read. code: of that error; empty: the status's
+    name."""
+    known = HTTPStatus(status)
+    error = error_object(status, code or known.name.lower(), detail)
+    body = {"type": "about:blank", "title": known.phrase, "status": status, "detail": detail, "error": error}
     return JSONResponse(body, status, headers, media_type="application/problem+json")
 
 
