@@ -27,14 +27,10 @@ def doctor(
     raise typer.Exit(0 if works(checks) else 1)
 
 
-PIPE_COLUMNS = 160
-"""Of a table that goes into a file or a pipe, where no terminal says how wide it is."""
-
-
 def _print_table(checks: Sequence[HostCheck]) -> None:
-    from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
+
+    from ckpt_engine.commands.lines import Text, table_console
 
     table = Table(box=None, pad_edge=False)
     for heading in ("", "what", "", "found"):
@@ -46,9 +42,7 @@ def _print_table(checks: Sequence[HostCheck]) -> None:
         group = check.group
         result = Text(check.result.value, style=_STYLES[check.result])
         table.add_row(Text(group_cell, style="bold"), Text(check.name), result, Text(check.detail))
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, PIPE_COLUMNS)
+    console = table_console()
     console.print(table)
     verdict = (
         "Updates over shared memory work here." if works(checks) else "Updates over shared memory do not work here."

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from ckpt_engine.addresses import MANAGER
 from ckpt_engine.commands.asking import Manager, ask_manager
-from ckpt_engine.commands.lines import Text
+from ckpt_engine.commands.lines import Text, table_console
 from ckpt_engine.core.message_json import as_json_array
 from ckpt_engine.core.names import printable
 from ckpt_engine.v1 import manager_pb2
@@ -32,7 +31,7 @@ def list_lineages(
     if json_output:
         typer.echo(as_json_array(answer.lineages))
     else:
-        Console().print(table(answer.lineages), _store_table(answer))
+        table_console().print(table(answer.lineages), _store_table(answer))
 
 
 def evict(

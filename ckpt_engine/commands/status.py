@@ -18,7 +18,7 @@ from ckpt_engine.addresses import MANAGER
 from ckpt_engine.client import AsyncClient
 from ckpt_engine.commands.asking import Manager, failure_exit, refusal_of
 from ckpt_engine.commands.lineage import table as lineage_table
-from ckpt_engine.commands.lines import Text
+from ckpt_engine.commands.lines import PIPE_COLUMNS, Text, table_console
 from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.message_json import as_json
 from ckpt_engine.core.problems import CkptEngineError
@@ -29,9 +29,6 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 WATCH_SECONDS = 0.5
 """Between two questions of --watch."""
-
-PLAIN_WIDTH = 300
-"""Characters of a line that no terminal limits."""
 
 _STATE_STYLES = {"serving": "green", "asleep": "cyan", "closed": "red", "disconnected": "yellow"}
 
@@ -64,14 +61,14 @@ async def _show(manager: str, watch: bool, json_output: bool) -> None:
                 await asyncio.sleep(WATCH_SECONDS)
                 typer.echo(as_json(await client.status()))
         elif not watch:
-            _console().print(as_tables(manager, first, _console().width >= WIDE))
+            table_console().print(as_tables(manager, first, table_console().width >= WIDE))
         else:
-            await _watch(client, as_tables(manager, first, _console().width >= WIDE))
+            await _watch(client, as_tables(manager, first, table_console().width >= WIDE))
 
 
 async def _watch(client: AsyncClient, first: RenderableType) -> None:
     """Shows the status for ever: in place on a terminal; elsewhere prints it again whenever it has changed."""
-    console = _console()
+    console = table_console()
     last_text = ""
     with Live(first, console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
         tables = first
@@ -93,14 +90,9 @@ WIDE = 120
 """Columns that a terminal needs for everything; in a narrower one tables leave out what is least needed."""
 
 
-def _console() -> Console:
-    """A console that does not wrap lines in a pipe or a file."""
-    return Console() if Console().is_terminal else Console(width=PLAIN_WIDTH)
-
-
 def _plain(tables: RenderableType) -> str:
     text = io.StringIO()
-    Console(file=text, width=PLAIN_WIDTH).print(tables)
+    Console(file=text, width=PIPE_COLUMNS).print(tables)
     return text.getvalue()
 
 
@@ -128,7 +120,7 @@ def as_tables(manager: str, answer: manager_pb2.GetStatusResponse, wide: bool = 
 
 def show_replicas(replicas: Sequence[manager_pb2.ReplicaStatus]) -> None:
     """Prints the table of these replicas, and their problems."""
-    console = _console()
+    console = table_console()
     troubles = _troubles(manager_pb2.GetStatusResponse(replicas=replicas))
     console.print(_replicas(replicas, console.width >= WIDE), *troubles, sep="\n")
 

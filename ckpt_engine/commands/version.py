@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from ckpt_engine.addresses import MANAGER
 from ckpt_engine.commands.asking import Manager, ask_manager
-from ckpt_engine.commands.lines import Text
+from ckpt_engine.commands.lines import Text, table_console
 from ckpt_engine.core.message_json import as_json_array
 from ckpt_engine.v1 import manager_pb2
 
@@ -30,7 +29,7 @@ def list_versions(
     if json_output:
         typer.echo(as_json_array(found))
     else:
-        Console().print(table(found))
+        table_console().print(table(found))
 
 
 def table(versions: Sequence[manager_pb2.VersionStatus]) -> Table:

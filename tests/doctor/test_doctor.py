@@ -44,12 +44,14 @@ def test_this_host_can_share_memory() -> None:
     assert done.returncode == 0
 
 
-def test_people_get_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+def test_people_get_a_table_with_whole_rows_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     done = CliRunner().invoke(app_for(["doctor"]), ["doctor"])
     assert done.exit_code == 0, done.output
     assert "Updates over shared memory work here." in done.output
-    assert SHARED_MEMORY_CHECK in done.output
+    (row,) = [line for line in done.output.splitlines() if SHARED_MEMORY_CHECK in line]
+    assert "a child process read it through /proc/" in row, "neither cell is folded"
+    assert len(row) > 80
 
 
 def test_a_child_that_reads_other_bytes_is_a_no(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -266,8 +266,4 @@ def _sealed_sources(state: ManagerState, content: Content) -> list[SourceOffer]:
     """The ranks, or files, that still have the weights that were sealed."""
     if content.published is None or content.sealed_since:
         return []
-    return [
-        source
-        for source in content.published.sources
-        if source.stays_sealed and _is_there(state, content, source)
-    ]
+    return [source for source in content.published.sources if source.stays_sealed and _is_there(state, content, source)]
