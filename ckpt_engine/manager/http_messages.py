@@ -128,11 +128,12 @@ def _type(field: FieldDescriptor) -> dict[str, Any]:
 
 
 def _comment(name: str) -> str:
-    return _comments().get(name, "")
+    return comments().get(name, "")
 
 
 @cache
-def _comments() -> dict[str, str]:
-    """The .proto's comment on each message and field, by its full name (proto/generate.py)."""
+def comments() -> dict[str, str]:
+    """The .proto's comment on each message, field, enum, value, service and call, by its full name
+    (proto/generate.py)."""
     found: dict[str, str] = json.loads((files("ckpt_engine.v1") / "comments.json").read_text())
     return found

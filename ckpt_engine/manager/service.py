@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from ckpt_engine.addresses import (
     MANAGER,
@@ -51,6 +51,7 @@ from ckpt_engine.manager.http_operate import OperatorRequest, OperatorResponse
 from ckpt_engine.manager.ledger import Ledger
 from ckpt_engine.manager.metrics import ManagerMetrics
 from ckpt_engine.manager.publishers import Publishers
+from ckpt_engine.manager.reflection import CommentedReflection
 from ckpt_engine.manager.refusals import Refusals
 from ckpt_engine.manager.servicer import ManagerServicer, add_to
 from ckpt_engine.manager.shell import Shell
@@ -278,7 +279,8 @@ class ManagerServer:
         add_to(server, servicers[-1])
         healthy = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the package fills it in at run time
         health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
-        reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        described = CommentedReflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME))
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(described, server)
         try:
             credentials = self.config.security.credentials()
             if credentials is None:

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class CheckpointEngineManagerStub(object):
-    """What anybody may call, whose token has the grant (docs/security.md).
+    """Calls for everybody: programs, commands, gateways. Each needs a token with its grant, where there are tokens
+    (docs/security.md).
     """
 
     def __init__(self, channel):
@@ -123,7 +124,8 @@ class CheckpointEngineManagerStub(object):
 
 
 class CheckpointEngineManagerServicer(object):
-    """What anybody may call, whose token has the grant (docs/security.md).
+    """Calls for everybody: programs, commands, gateways. Each needs a token with its grant, where there are tokens
+    (docs/security.md).
     """
 
     def UpdateWeights(self, request, context):
@@ -352,7 +354,8 @@ def add_CheckpointEngineManagerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CheckpointEngineManager(object):
-    """What anybody may call, whose token has the grant (docs/security.md).
+    """Calls for everybody: programs, commands, gateways. Each needs a token with its grant, where there are tokens
+    (docs/security.md).
     """
 
     @staticmethod

@@ -71,6 +71,11 @@ async def test_reflection_describes_both_services(manager: ManagerServer) -> Non
         files = (await ask(file_containing_symbol=SERVICES[0])).file_descriptor_response.file_descriptor_proto
         described = FileDescriptorProto.FromString(files[0])
         assert "UpdateWeights" in [method.name for service in described.service for method in service.method]
+        told = {tuple(place.path): place.leading_comments for place in described.source_code_info.location}
+        message = [each.name for each in described.message_type].index("VersionStatus")
+        assert "that some replica serves" in told[(4, message)]
+        assert "whose workers hold it" in told[(4, message, 2, 2)], "of its third field"
+        assert all(len(place.span) == 3 for place in described.source_code_info.location), "grpcurl wants spans"
 
 
 @pytest.mark.parametrize("kind", ["trainer", "replica"])

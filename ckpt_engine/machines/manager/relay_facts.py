@@ -11,10 +11,13 @@ from ckpt_engine.core.reach import by_directory
 from ckpt_engine.core.transports import reading_kinds, relay_transport
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Published, WorkerKey
+from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.members import Holder
-from ckpt_engine.machines.manager.recipients import Recipients
+from ckpt_engine.machines.manager.recipients import Recipients, led_by
 from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+Problem = weights_pb2.Problem
 
 Neighbourhood = tuple[str, str]
 """The host and the directory of relays of a process, which decide which relays it reaches."""
@@ -57,6 +60,22 @@ def lost_relays(
         near = {relay.source for relay in lost if by_directory(relay.host, worker.host).ok}
         found[worker.key[0]] = found.get(worker.key[0], between) | near
     return found
+
+
+def led_by_lost_relays(
+    course: Course, recipients: Recipients, unfit: Mapping[str, Problem], near: Collection[str]
+) -> Mapping[str, Problem]:
+    """Why no plans can be made for these replicas; where a relay was lost that would have served one, that first. near:
+    replicas that connected relays may serve."""
+    if course.goal.prefetch == manager_pb2.PREFETCH_NEVER:
+        return unfit
+    lost = lost_relays(course.state, recipients)
+    return {
+        name: led_by(missing_relays(course.state, lost[name]), problem)
+        if lost.get(name) and name not in near and problem.code == Problem.FAILED_PRECONDITION
+        else problem
+        for name, problem in unfit.items()
+    }
 
 
 def _lost_relays(state: ManagerState) -> list[Holder]:

@@ -18,7 +18,7 @@ Every message that must be acted on is sent again until it is answered, and at o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -34,8 +34,8 @@ from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Holder, Member, Replica, TrainerRank
 from ckpt_engine.machines.manager.placing import RelayAbsent, RelayRetry
 from ckpt_engine.machines.manager.plan_pipeline import Failed, Planned, PlanPipeline, PlanTask, Sealing, Way
-from ckpt_engine.machines.manager.recipients import Recipients, led_by
-from ckpt_engine.machines.manager.relay_facts import lost_relays, missing_relays, near_relays, relay_hosts
+from ckpt_engine.machines.manager.recipients import Recipients
+from ckpt_engine.machines.manager.relay_facts import led_by_lost_relays, near_relays, relay_hosts
 from ckpt_engine.machines.manager.report import build_report, tell_not_finite
 from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.machines.manager.update_relays import UpdateRelays
@@ -175,7 +175,8 @@ class SealJob(Job):
         goal, near = self._parts.goal, set().union(*near_relays(self._course.state, self._recipients).values())
         if self._parts.collective.choose(compiled, near) or self._recipients.try_shut(compiled.unfit, near):
             return self._plan(now)
-        self._recipients.take_unplanned(self._explained(compiled.unfit, near), near)
+        unfit = self._parts.collective.explained(compiled.unfit)
+        self._recipients.take_unplanned(led_by_lost_relays(self._course, self._recipients, unfit, near), near)
         if (refused := self._refused(now)) is not None:
             return refused
         if goal.dry_run:
@@ -186,18 +187,6 @@ class SealJob(Job):
         sealing = Sealing(self._course, goal.published, compiled, self._course.fence, keep, reader)
         self._pipeline.seal(sealing, self._course.remaining(now))
         return self.advance(now)
-
-    def _explained(self, unfit: Mapping[str, Problem], near: Collection[str]) -> Mapping[str, Problem]:
-        """Adds to why no plans can be made why neither a collective nor a relay brings the weights. near: replicas that
-        relays may bring them to."""
-        found, goal, state = dict(self._parts.collective.explained(unfit)), self._parts.goal, self._course.state
-        if goal.prefetch == manager_pb2.PREFETCH_NEVER:
-            return found
-        for name, relays in lost_relays(state, self._recipients).items():
-            problem = found.get(name)
-            if relays and problem is not None and name not in near and problem.code == Problem.FAILED_PRECONDITION:
-                found[name] = led_by(missing_relays(state, relays), problem)
-        return found
 
     def _next_job(self, way: Way, now: float) -> Job:
         """The next job, now that the root is known: relays bring it, it waits to be committed, or it is refused."""
