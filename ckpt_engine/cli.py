@@ -7,6 +7,7 @@ break the others. So this module lists the commands.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -116,7 +117,7 @@ def app_for(arguments: Sequence[str]) -> typer.Typer:
         app.add_typer(_operations(command), name=command)
         return app
     if command in COMMANDS:
-        kind = {"agent": _BeforeAnother, "update": _OfACheckpoint}.get(command, TyperCommand)
+        kind = {"agent": _BeforeAnother, "update": _OfACheckpoint}.get(command, _Command)
         function = command.replace("-", "_")
         app.command(command, cls=kind, help=None, context_settings=_HELP)(_function(function, function))
         return app
@@ -169,7 +170,7 @@ def _operations(noun: str) -> typer.Typer:
     )
     for name, summary in OPERATIONS[noun].items():
         function = _function(noun, f"list_{noun}s" if name == "list" else name)
-        operations.command(name, short_help=summary, context_settings=_HELP)(function)
+        operations.command(name, cls=_Command, short_help=summary, context_settings=_HELP)(function)
     return operations
 
 
@@ -198,7 +199,21 @@ def _in_common(
         context.fail("Missing command: `ckpt-engine -h` lists them.")
 
 
-class _BeforeAnother(TyperCommand):
+class _Command(TyperCommand):
+    """A command whose refusals are plain words."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Takes out of the refusal of a value how typer has checked it."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if hasattr(error, "message"):
+                words = str(error.message).removeprefix("Value error, ")
+                error.message = re.sub(r"^Input should be (.*), unable to parse .*", r"must be \1", words)
+            raise
+
+
+class _BeforeAnother(_Command):
     """A command that takes another command and its arguments behind --."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -207,7 +222,7 @@ class _BeforeAnother(TyperCommand):
             return super().parse_args(ctx, args)
 
 
-class _OfACheckpoint(TyperCommand):
+class _OfACheckpoint(_Command):
     """A command that names a directory by an option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -60,6 +60,14 @@ def python_of(command: Sequence[str]) -> str:
     return _python_of_script(text)
 
 
+def missing_program(command: Sequence[str]) -> str:
+    """The program of a command, if there is none of that name here. Empty: it is there, or the command sets PATH."""
+    at = program_at(command)
+    program = next(iter(command[at:]), "")
+    unknown = not program or program.startswith("-") or any(word.startswith("PATH=") for word in command[:at])
+    return "" if unknown or shutil.which(program) else program
+
+
 def _python_of_script(text: str) -> str:
     """The Python in a script's `#!` line, directly or through env; or in the shell line that installers write instead
     if its path is too long for `#!`."""

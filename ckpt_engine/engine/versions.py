@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ckpt_engine.engine.adapter import AdapterAvailability
-from ckpt_engine.engine.programs import python_of
+from ckpt_engine.engine.programs import missing_program, python_of
 
 _ASK_SECONDS = 20.0
 
@@ -74,12 +74,14 @@ class Supported:
         return AdapterAvailability(False, "", reason)
 
     def refused_command(self, command: Sequence[str]) -> str:
-        """Why the engine that `command` starts cannot be driven, by the metadata of the command's Python; empty: it may
-        be.
+        """Why the engine that `command` starts cannot be driven: there is no such program, or the metadata of the
+        command's Python. Empty: it may be.
 
         Takes a tenth of a second, on the calling thread. Nothing is refused if the command's Python is unknown, or
         imports the engine from a place without metadata.
         """
+        if program := missing_program(command):
+            return f"there is no program {program!r} here; {self.engine} has it: {self._supported}"
         python = python_of(command)
         if not python:
             return ""

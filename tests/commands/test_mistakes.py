@@ -141,6 +141,7 @@ def test_a_name_that_nobody_has(run: Run, manager: str) -> None:
         ),
         (["demo", "--engine", "tgi"], "'tgi' is not one of 'reference', 'sglang', 'vllm'"),
         (["engines", "tgi"], "'tgi' is not one of"),
+        (["rollback", "--version", "three"], "'--version': must be a valid integer"),
         (["update"], "--checkpoint or --from-directory: name one of them"),
         (["managr"], "No such command 'managr'. Did you mean 'manager'?"),
         (["replica", "lst"], "No such command 'lst'. Did you mean 'list'?"),

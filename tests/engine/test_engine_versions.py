@@ -102,5 +102,13 @@ def test_a_script_that_pip_installed_is_refused_by_the_python_that_it_runs(
 def test_a_command_whose_python_cannot_be_told_is_not_refused(tmp_path: Path) -> None:
     (tmp_path / "words").write_text("no script")
     (tmp_path / "words").chmod(0o755)
-    for command in (["/no/such/python", "-m", MODULE], ["small", "serve"], [str(tmp_path / "words")], ["env"], []):
+    for command in ([str(tmp_path / "words")], ["env", "PATH=/elsewhere", "small", "serve"], ["env"], ["--port"], []):
         assert ENGINE.refused_command(command) == ""
+
+
+@pytest.mark.parametrize("program", ["small", "/no/such/python"])
+def test_a_program_that_is_not_there_is_refused_with_what_to_install(program: str) -> None:
+    for command in ([program, "serve"], ["env", "A=1", program]):
+        refused = ENGINE.refused_command(command)
+        assert f"there is no program {program!r} here" in refused
+        assert f"pip install 'ckpt-engine[{MODULE}]', or activate the environment that has it" in refused
