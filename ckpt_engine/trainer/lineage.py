@@ -14,6 +14,7 @@ from ckpt_engine.core.names import LINEAGE_BYTES, check_line
 from ckpt_engine.core.problems import invalid
 
 ENVIRONMENT = "CKPT_ENGINE_LINEAGE"
+TORCHRUN = ("RANK", "WORLD_SIZE")
 RAY_WORKER = "RAY_RAYLET_PID"
 """Set by Ray for each of its workers."""
 
@@ -22,7 +23,7 @@ def resolve_rank(rank: object, world_size: object, environment: Mapping[str, str
     """Rank and number of ranks: as given, else those of torchrun (RANK and WORLD_SIZE), else those of the Slurm step
     that this process is a task of, else 0 of 1.
 
-    Raises INVALID_ARGUMENT for one without the other, and for values that are no rank.
+    Raises INVALID_ARGUMENT for one without the other, and for values that are not a rank.
     """
     if rank is None and world_size is None:
         rank, world_size = _launched(environment)
@@ -42,16 +43,24 @@ def resolve_rank(rank: object, world_size: object, environment: Mapping[str, str
 def _launched(environment: Mapping[str, str]) -> tuple[int, int]:
     """Which process of those that were started together this one is, and how many they are.
 
-    SLURM_STEP_NUM_TASKS is set for what srun starts. A batch script has SLURM_PROCID and SLURM_NTASKS, too, but is one
-    process. A worker of Ray has the variables of the step that started Ray, whose ranks are not Ray's workers.
+    Raises INVALID_ARGUMENT if only one of torchrun's variables is set, or one is not a number: as rank 0 of 1 it might
+    publish a part of the weights as all of them. SLURM_STEP_NUM_TASKS is set for what srun starts. A batch script has
+    SLURM_PROCID and SLURM_NTASKS, too, but is one process. A worker of Ray has the variables of the step that started
+    Ray, whose ranks are not Ray's workers.
     """
-    pairs = [("RANK", "WORLD_SIZE")]
+    pairs = [TORCHRUN]
     if RAY_WORKER not in environment:
         pairs.append(("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
     for names in pairs:
         rank, size = (environment.get(name, "") for name in names)
         if all(each.isascii() and each.isdigit() for each in (rank, size)):
             return int(rank), int(size)
+    rank, size = (environment.get(name, "") for name in TORCHRUN)
+    if (rank, size) not in (("", ""), ("0", ""), ("", "1")):
+        raise invalid(
+            f"RANK is {rank or 'not set'} and WORLD_SIZE is {size or 'not set'}: set both, as torchrun does, or give "
+            "rank and world_size"
+        )
     return 0, 1
 
 

@@ -48,6 +48,19 @@ def engine_of(agent: AgentShell) -> Engine:
     return agent.engine
 
 
+def test_a_call_that_ends_as_it_begins_is_in_nobodys_way(story: Story) -> None:
+    """No replica is there that could answer."""
+    agent = story.replica()
+    agent.crash()
+    story.wait(story.deadlines.lease + 1.0)
+    assert story.cluster.manager is not None
+    for waking in (False, True):
+        over = story.cluster.manager.sleep_or_wake(waking, [agent.name])
+        story.until(lambda over=over: over.ready)  # type: ignore[misc]
+        (result,) = over.value.results
+        assert result.problem.message == "it is not connected"
+
+
 def refuse(monkeypatch: pytest.MonkeyPatch, wanted: Callable[[Any], bool], times: int = 1) -> list[object]:
     """The engine does not do the tasks that are wanted, so many times; the list grows with each of them."""
     original = Engine.call

@@ -369,10 +369,10 @@ class ManagerMachine:
 
     def _next(self, now: float) -> None:
         """Goes on with what waited, and begins what can begin. Called after every event that may change something."""
-        if self._sleep_wake is not None and self._sleep_wake.finished:
-            self._sleep_wake = None
         if self._sleep_wake is not None:
             self._sleep_wake.start(now)
+            if self._sleep_wake.finished:
+                self._sleep_wake = None
         self._updates.next(now)
         self._recovery.look()
         self._turns.look(self._settled, self._may_begin, now)
