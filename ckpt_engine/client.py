@@ -26,7 +26,7 @@ from ckpt_engine.connection import checked_address
 from ckpt_engine.core.arguments import checked_count, checked_epoch, checked_flag, checked_names, checked_version
 from ckpt_engine.core.deadlines import Deadlines, check_seconds
 from ckpt_engine.core.problems import CkptEngineError, aborted, internal, precondition
-from ckpt_engine.options import Progress, RollbackOptions, UpdateOptions, options_message
+from ckpt_engine.options import MemoryTag, Progress, RollbackOptions, UpdateOptions, options_message
 from ckpt_engine.replica_wait import ReplicaWait
 from ckpt_engine.report import UpdateReport
 from ckpt_engine.security.client import ClientSecurity
@@ -144,7 +144,7 @@ class _Asks:
         return Ask("Sleep", request, seconds + self.limits.call_grace, _results)
 
     def wake(
-        self, tags: Sequence[str], replicas: Sequence[str], pool: str, timeout: float | None
+        self, tags: Sequence[MemoryTag], replicas: Sequence[str], pool: str, timeout: float | None
     ) -> Ask[list[manager_pb2.SleepWakeResult]]:
         checked_names("tags", tags)
         seconds = self._slowest(replicas, timeout)
@@ -372,7 +372,7 @@ class Client:
 
     def wake(
         self,
-        tags: Sequence[str] = (),
+        tags: Sequence[MemoryTag] = (),
         *,
         replicas: Sequence[str] = (),
         pool: str = "",
@@ -555,7 +555,7 @@ class AsyncClient:
 
     async def wake(
         self,
-        tags: Sequence[str] = (),
+        tags: Sequence[MemoryTag] = (),
         *,
         replicas: Sequence[str] = (),
         pool: str = "",

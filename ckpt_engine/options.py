@@ -27,6 +27,9 @@ Until: TypeAlias = Literal["installed", "held"]
 may change. Then installs go on, `report.held` is true and `report.ok` says nothing; replicas without such a relay keep
 what they serve, and count against `min_replicas`."""
 
+MemoryTag: TypeAlias = Literal["weights", "kv_cache"]
+"""Memory of an engine that is given up in sleep and taken back, weights first."""
+
 PAUSE_MODES: Mapping[PauseMode, manager_pb2.PauseMode] = {
     "keep": manager_pb2.PAUSE_MODE_KEEP,
     "abort": manager_pb2.PAUSE_MODE_ABORT,

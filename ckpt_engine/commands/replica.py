@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -18,6 +18,9 @@ from ckpt_engine.core.message_json import as_json_array
 from ckpt_engine.core.problems import deadline, not_found
 from ckpt_engine.machines.ledger_tasks import OperatorHold
 from ckpt_engine.v1 import manager_pb2
+
+if TYPE_CHECKING:
+    from ckpt_engine.options import MemoryTag
 
 Name = Annotated[str, typer.Argument(help="The replica, as `ckpt-engine status` names it.")]
 
@@ -144,7 +147,7 @@ def wake(
 
     Exits with 1 if one of them does not wake, and says why.
     """
-    names, tags = tuple(replicas or ()), tuple(tag or ())
+    names, tags = tuple(replicas or ()), cast("tuple[MemoryTag, ...]", tuple(tag or ()))
     _show_results(
         ask_manager(manager, lambda client: client.wake(tags, replicas=names, pool=pool, timeout=timeout), "wake"),
         "awake",

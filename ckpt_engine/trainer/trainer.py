@@ -28,7 +28,7 @@ from ckpt_engine.core.names import check_pool, in_pool
 from ckpt_engine.core.problems import CkptEngineError, invalid, precondition
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.machines.trainer.machine import TrainerMachine
-from ckpt_engine.options import Progress, UpdateOptions, options_message
+from ckpt_engine.options import MemoryTag, Progress, UpdateOptions, options_message
 from ckpt_engine.replica_wait import ReplicaWait
 from ckpt_engine.report import UpdateReport
 from ckpt_engine.source.open import Publishable, open_source
@@ -290,7 +290,9 @@ class Trainer:
             raise invalid(f"level {level!r} is not a whole number: 1 keeps weights on the host, 2 discards them")
         self._sleep_or_wake(manager_pb2.SleepRequest(level=level, timeout_seconds=seconds), replicas, seconds)
 
-    def wake(self, tags: Sequence[str] = (), *, replicas: Sequence[str] = (), timeout: float | None = None) -> None:
+    def wake(
+        self, tags: Sequence[MemoryTag] = (), *, replicas: Sequence[str] = (), timeout: float | None = None
+    ) -> None:
         """Has replicas take their memory back: "weights" before "kv_cache"; no tags: both. One rank calls it.
 
         replicas, timeout: as for `sleep`.
