@@ -310,7 +310,7 @@ class Client:
         report.
 
         Returns the report also if some replicas failed: look at `report.ok`. Raises when it was refused (no replica
-        was touched): NOT_FOUND, INVALID_ARGUMENT or DATA_LOSS for what is no whole checkpoint, PERMISSION_DENIED
+        was touched): NOT_FOUND, INVALID_ARGUMENT or DATA_LOSS for a checkpoint that is not whole, PERMISSION_DENIED
         outside the roots, FAILED_PRECONDITION as `Trainer.update_weights`; UNAVAILABLE or DEADLINE_EXCEEDED if it
         could not be brought to a report.
         """

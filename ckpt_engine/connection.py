@@ -100,7 +100,7 @@ _BY_TEXT = (
 _BY_STATUS = {
     grpc.StatusCode.UNIMPLEMENTED: (
         Problem.FAILED_PRECONDITION,
-        "the server there does not know this call: it is no manager of ckpt-engine, or an older one",
+        "the server there does not know this call: it is not a manager of ckpt-engine, or an older one",
     ),
     grpc.StatusCode.DEADLINE_EXCEEDED: (
         Problem.DEADLINE_EXCEEDED,

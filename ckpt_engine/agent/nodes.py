@@ -75,7 +75,7 @@ class NodeSettings:
         size = _number(GROUP_SIZE, "--nodes", environment) if nodes is None else nodes
         index = _number(WORKER_INDEX, "--node-rank or CKPT_ENGINE_NODE_RANK", environment) if rank is None else rank
         if size == 1 and nodes is None and not leader:
-            token = None  # a group of one pod has nobody to share it with
+            token = None  # a group of one pod has nothing to share it with
         elif not leader and environment.get(LEADER_ADDRESS):
             leader = join_address(environment[LEADER_ADDRESS], LEADER_PORT)
         try:
@@ -111,7 +111,7 @@ class NodeSettings:
         own = [address for address in addresses if _is_of_this_host(address)]
         if not own:
             raise precondition(
-                f"--leader {self.leader} means {', '.join(addresses)}, which is no address of this host; it must "
+                f"--leader {self.leader} means {', '.join(addresses)}, which is not an address of this host; it must "
                 "be one of node 0's"
             )
         return [f"tcp://{join_address(address, port)}" for address in own]

@@ -336,7 +336,7 @@ async def _run(agent: ReplicaAgent | FollowingAgent, own_relay: OwnRelay | None)
 
 
 def _say(line: str) -> None:
-    # A terminal that was closed is no reason to stop a replica.
+    # A closed terminal must not stop a replica.
     with contextlib.suppress(OSError, ValueError):
         print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 

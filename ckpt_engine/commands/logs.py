@@ -44,7 +44,7 @@ class JsonLines(logging.Formatter):
 
 
 class _Stderr(logging.Handler):
-    """Writes to what `sys.stderr` is at the moment; a closed terminal is no failure."""
+    """Writes to what `sys.stderr` is at the moment; a closed terminal is not an error."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """One line, or several with a traceback."""

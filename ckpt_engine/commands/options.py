@@ -29,7 +29,7 @@ Insecure = Annotated[bool, typer.Option("--insecure", help="Serve other machines
 
 
 def _waitable(seconds: float | None) -> float | None:
-    """Checks --timeout. Raises typer.BadParameter for a number that is no time."""
+    """Checks --timeout. Raises typer.BadParameter for a number that is not a time."""
     try:
         if seconds is not None:
             check_seconds("a timeout", seconds)

@@ -89,7 +89,7 @@ def _wait_for(name: str, manager: str, seconds: float | None) -> None:
         while True:
             found = next((each for each in await client.replicas() if each.name == name), None)
             if found is None:
-                raise not_found("it is no member any more", replica=name)
+                raise not_found("it is not a member any more", replica=name)
             if found.connected and not found.HasField("drift"):
                 version = f"version {found.identity.version} of {found.identity.lineage}"
                 return f"it holds {version}" if found.HasField("identity") else "nothing is meant for it"

@@ -36,6 +36,6 @@ def kept_dtypes(casts: Iterable[tuple[str, str, str]]) -> dict[str, str]:
 
 
 def narrow_dtype(name: str, dtype: str, model_dtypes: Kept) -> str:
-    """The served dtype of a tensor that is stored as ``dtype``: the one that models keep of its kind, if narrower."""
+    """The dtype in which to serve a tensor that is stored as ``dtype``: the one of the models, if that is narrower."""
     narrow = model_dtypes.get(kind_of(name), dtype)
     return narrow if widens(narrow, dtype) else dtype

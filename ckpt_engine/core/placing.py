@@ -147,7 +147,7 @@ class _Placing:
         """The relays that a target asks for what its sources lack: all that hold it, and the fewest of those that reach
         it themselves; of equal ones those that are filled anyway, then the near ones with the fewest children."""
         missing = set(self._all - self._direct[name])
-        # Few relays have any of it: of the others nobody needs to know whether they can be asked.
+        # Few relays have any of it: whether the others can be asked does not matter.
         useful = [other for other in self._relays if other != name and self._has(other) & missing]
         lenders = [other for other in useful if self._asks(name, other)]
         found = [other for other in lenders if self._held.get(other, frozenset()) & missing]

@@ -168,7 +168,7 @@ class TileTable:
 
     def _rows(self, box: Strided) -> list[_Rows]:
         if box.address % self._unit:
-            raise NotTileableError(f"address {box.address:#x} is no multiple of {self._unit}")
+            raise NotTileableError(f"address {box.address:#x} is not a multiple of {self._unit}")
         scale = 1
         axes: list[tuple[Axis, int]] = []
         for number, (first, length, stride) in enumerate(zip(box.start, box.shape, box.stride, strict=True), start=1):

@@ -130,7 +130,7 @@ class EngineAdapter(Protocol):
 
     Every call but `close` takes `seconds`, the time that it may take, and raises `EngineCallError` if the engine does
     not do it within that time. Calls are made one at a time, except `healthy`, which may run at any time. Each call may
-    be repeated (an agent restarts; a deadline passes): pausing a paused engine, or resuming a running one, is no error.
+    be repeated (an agent restarts; a deadline passes): pausing a paused engine, or resuming a running one, succeeds.
     """
 
     @property
@@ -195,7 +195,7 @@ class EngineAdapter(Protocol):
         ...
 
     async def wake(self, tags: Sequence[str], seconds: float) -> None:
-        """Has the engine take memory back; tags "weights" and "kv_cache", none: all. Waking awake memory is no error.
+        """Has the engine take memory back; tags "weights" and "kv_cache", none: all. To wake awake memory succeeds.
 
         An engine may compute again once all is awake.
         """

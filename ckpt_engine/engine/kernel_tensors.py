@@ -1,7 +1,7 @@
 """Tensors that a layer's kernels keep in attributes and objects, beside the layer's parameters and buffers.
 
 It finds them, and copies what processing made of new weights to where they lie; it processes no weights, and leaves
-parameters and buffers to the adapter. Engines make the kernels of quantised layers anew each time they process weights,
+parameters and buffers to the adapter. Engines make the kernels of quantised layers each time they process weights,
 while a captured CUDA graph goes on reading the memory of the first ones.
 
 Runs in the worker, on the engine's thread.
@@ -26,12 +26,11 @@ _MODULES_OWN = frozenset(vars(nn.Module()))
 
 @dataclass(frozen=True, slots=True)
 class _Edge:
-    """One step on the way from the layer to a tensor, or to a number: `holder` has `value` at `key`. path: of the
-    value, for people and to find its like in other objects."""
+    """One step on the way from the layer to a tensor, or to a number."""
 
-    path: str
-    holder: Any
-    key: Any
+    path: str  # of the value, for people and to find the same one in other objects
+    holder: Any  # the object or container with the value
+    key: Any  # under which it has it
     value: Any
 
 

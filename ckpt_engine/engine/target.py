@@ -40,27 +40,21 @@ Weights = Iterable[tuple[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class StagedLayer:
-    """Tensors in the loader's form that exist until `finish` has run.
+    """Tensors in the loader's form that exist until `finish` has run."""
 
-    tensors: by the names of `named_tensors()` while recording; same shapes, strides and dtypes, real memory, any first
-        values. Until `finish` they are in the model, where its loader finds them.
-    finish: transforms them into the form with which the engine computes. Called once, after verification.
-    """
-
+    # By the names of `named_tensors()` while recording; same shapes, strides and dtypes, real memory, any first values.
+    # Until `finish` they are in the model, where its loader finds them.
     tensors: Mapping[str, Tensor]
+    # Transforms them into the form with which the engine computes. Called once, after verification.
     finish: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """How one layer comes to the quantised form that its kernels read.
+    """How one layer comes to the quantised form that its kernels read."""
 
-    published: its weights are published quantised, with their scales; else the engine quantises them after loading.
-    method: of the engine, by the name of its class.
-    """
-
-    published: bool
-    method: str
+    published: bool  # quantised as published, with scales; else the engine quantises it after loading
+    method: str  # the name of the engine's class that quantises or takes it
 
 
 class LoadTarget(Protocol):

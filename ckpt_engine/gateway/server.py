@@ -60,7 +60,7 @@ def _check_url(url: str) -> None:
     except ValueError:  # a port that is none
         valid = False
     if not valid:
-        raise invalid(f"--replica {url!r} is no URL: write http://HOST:PORT")
+        raise invalid(f"--replica {url!r} is not a URL: write http://HOST:PORT")
     if parts.query or parts.fragment or parts.username or parts.path.rstrip("/").endswith(_ROUTES):
         root = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         raise invalid(f"--replica {url!r} is more than where a server's routes begin: write {root}")

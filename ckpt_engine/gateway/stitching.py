@@ -21,11 +21,7 @@ WHOLE, ABORTED, BROKEN = "whole", "aborted", "broken"
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How an engine ended a sample.
-
-    kind: STOP, LENGTH, ABORT (interrupted: the rest can be asked for again), ERROR (another engine would fail too), or
-    a word of the engine's own, which ends the answer as it is.
-    """
+    """How an engine ended a sample."""
 
     # STOP, LENGTH, ABORT (interrupted: the rest can be requested again), ERROR (another engine would fail, too), or
     # another word of the engine, which ends the answer as it is.

@@ -116,7 +116,7 @@ def _device(library: ctypes.CDLL, handle: c_void_p) -> Device:
     try:
         raw = UUID(text).bytes
     except ValueError as error:
-        raise NvmlError(f"{LIBRARY} names a GPU {text!r}, which is no UUID") from error
+        raise NvmlError(f"{LIBRARY} names a GPU {text!r}, which is not a UUID") from error
     return Device(raw, name.value.decode("utf-8", "replace"), pci.id.decode("ascii", "replace"), memory[0])
 
 

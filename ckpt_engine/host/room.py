@@ -14,7 +14,7 @@ from pathlib import Path
 def memory_room(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that can be taken before the host, or a cgroup (v2) of this process, is full. Never negative.
 
-    Page cache counts as room. What cannot be read is no limit.
+    Page cache counts as room. What cannot be read does not limit it.
     """
     rooms = [_fields(proc / "meminfo").get("MemAvailable:", 1 << 62) * 1024]
     rooms += [_group_room(group) for group in _groups(proc, cgroups)]
@@ -22,7 +22,7 @@ def memory_room(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup
 
 
 def memory_total(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that the host, or a cgroup (v2) of this process, has at most. What cannot be read is no limit."""
+    """Bytes that the host, or a cgroup (v2) of this process, has at most. What cannot be read does not limit it."""
     found = [_fields(proc / "meminfo").get("MemTotal:", 1 << 62) * 1024]
     for group in _groups(proc, cgroups):
         limit = _lines(group / "memory.max")

@@ -36,12 +36,11 @@ class UnreachableError(ConnectError):
 
 
 class Connection(asyncio.Protocol):
-    """A connection that carries one request at a time. status, headers (names in lower case): of the answer, once `ask`
-    has returned. on_end: called once when the connection has ended."""
+    """A connection that carries one request at a time. on_end: called once when the connection has ended."""
 
     def __init__(self, on_end: Callable[[Connection], None]) -> None:
-        self.status = 0
-        self.headers: dict[str, str] = {}
+        self.status = 0  # of the answer, once `ask` has returned
+        self.headers: dict[str, str] = {}  # of the answer, names in lower case
         self._loop = asyncio.get_running_loop()
         self._on_end = on_end
         self._transport: asyncio.Transport | None = None
@@ -174,10 +173,10 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._fail(WireError(f"its answer is no HTTP: {error}"))
+            self._fail(WireError(f"its answer is not HTTP: {error}"))
             return
         if self._barren > MOST_HEAD_BYTES and not self._complete:
-            self._fail(WireError(f"it sent more than {MOST_HEAD_BYTES} bytes that are no answer"))
+            self._fail(WireError(f"it sent more than {MOST_HEAD_BYTES} bytes that are not an answer"))
             return
         if self._held > MOST_HELD_BYTES and not self._paused and not self._complete and self._transport is not None:
             self._paused = True

@@ -64,16 +64,18 @@ class Answer:
 
 @lru_cache(1024)
 def origin_of(url: str) -> HttpOrigin:
-    """The origin of a URL. Raises ConnectError for what is no URL of HTTP."""
+    """The origin of a URL. Raises ConnectError for anything but an HTTP URL."""
     if not all("!" <= each <= "~" for each in url):
-        raise ConnectError(f"{url!r} is no URL: all but visible ASCII has to be escaped in it (%.., and xn-- in names)")
+        raise ConnectError(
+            f"{url!r} is not a URL: all but visible ASCII has to be escaped in it (%.., and xn-- in names)"
+        )
     try:
         parts = urlsplit(url)
         secure, port = parts.scheme == "https", parts.port
     except ValueError as error:
-        raise ConnectError(f"{url!r} is no URL: {error}") from error
+        raise ConnectError(f"{url!r} is not a URL: {error}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConnectError(f"{url!r} is no URL of HTTP")
+        raise ConnectError(f"{url!r} is not an HTTP URL")
     authority = parts.netloc.rpartition("@")[2]
     return HttpOrigin(secure, parts.hostname, port or (443 if secure else 80), authority, parts.path.rstrip("/"))
 

@@ -384,4 +384,4 @@ class _Run(threading.Thread):
         if now - self._news_at >= TELL_SECONDS:
             self._news_at = now
             if not self._tell(self._news):
-                raise aborted("nobody waits any more for what is brought into stage memory")
+                raise aborted("what is brought into stage memory is not waited for any more")

@@ -36,8 +36,8 @@ class BlockFp8:
     rounded to bfloat16 first, so that the quantised values are those of the bfloat16 weights, and nothing depends on
     whether the trainer keeps masters. All other floating-point tensors are served in bfloat16.
 
-    A matrix whose size is no multiple of 128 has smaller blocks at its end. One walk takes float32 copies of one matrix
-    at a time, on its device, besides the checkpoint that the source holds.
+    A matrix whose size is not a multiple of 128 has smaller blocks at its end. One walk takes float32 copies of one
+    matrix at a time, on its device, besides the checkpoint that the source holds.
     """
 
     def __init__(self, weights: nn.Module | Pairs | Callable[[], Pairs], *, exclude: str = EXCLUDE) -> None:
@@ -50,7 +50,7 @@ class BlockFp8:
         try:
             self._exclude = re.compile(exclude)
         except re.error as error:
-            raise invalid(f"exclude={exclude!r} is no regular expression: {error}") from error
+            raise invalid(f"exclude={exclude!r} is not a regular expression: {error}") from error
 
     def __call__(self) -> Iterator[tuple[str, Tensor]]:
         """Raises INVALID_ARGUMENT, naming the tensor, for one of which this rank holds a part only, and for experts of

@@ -221,11 +221,11 @@ class EmitEvent:
 
 @dataclass(frozen=True)
 class FinishCall:
-    """End a call: with `problem` as its status, or well. `response` is set for calls with one answer that end
-    well."""
+    """End a call."""
 
     call: Call
-    problem: weights_pb2.Problem | None = None
+    problem: weights_pb2.Problem | None = None  # its status; None: it ends well
+    # The answer of a call that ends well and has one answer.
     response: (
         manager_pb2.SleepResponse | manager_pb2.WakeResponse | manager_pb2.UpdateReport | OperatorResponse | None
     ) = None

@@ -12,7 +12,8 @@ from ckpt_engine.v1 import manager_pb2
 
 @dataclass(frozen=True)
 class SpendEpoch:
-    """Ledger.spend_epoch: no manager on this ledger uses this epoch again. Result: None, once it is on the disk."""
+    """Spends an epoch: no manager on this ledger uses it again. Result of Ledger.spend_epoch: None, once it is on the
+    disk."""
 
     epoch: int
     seconds: float
@@ -20,7 +21,7 @@ class SpendEpoch:
 
 @dataclass(frozen=True)
 class RecordIntent:
-    """Ledger.record_intent. Result: None, once it is on the disk."""
+    """Stores an intent. Result of Ledger.record_intent: None, once it is on the disk."""
 
     epoch: int
     identity: Version
@@ -32,7 +33,7 @@ class RecordIntent:
 
 @dataclass(frozen=True)
 class RecordOutcome:
-    """Ledger.record_outcome. Result: None. Its failure is logged and changes no outcome."""
+    """Stores a report. Result of Ledger.record_outcome: None. Its failure is logged and changes no outcome."""
 
     report: manager_pb2.UpdateReport
     seconds: float
@@ -40,8 +41,8 @@ class RecordOutcome:
 
 @dataclass(frozen=True)
 class CorrectOutcome:
-    """Ledger.record_outcome, for a recorded report, once the outcome of one of its replicas is known. Result: None. Its
-    failure is logged."""
+    """Corrects a stored report, once the outcome of one of its replicas is known. Result of Ledger.record_outcome:
+    None. Its failure is logged."""
 
     report: manager_pb2.UpdateReport
     replica: str
@@ -59,7 +60,7 @@ class Found:
 
 @dataclass(frozen=True)
 class FindReport:
-    """Ledger.last_update. Result: Found."""
+    """Looks for the last update to a version. Result of Ledger.last_update: Found."""
 
     lineage: str
     version: int
@@ -68,7 +69,7 @@ class FindReport:
 
 @dataclass(frozen=True)
 class ReadCommits:
-    """Ledger.commits, after all writes that were asked for before. Result: versions.Commits."""
+    """Reads the commits, after all earlier writes are done. Result of Ledger.commits: versions.Commits."""
 
     seconds: float
 
@@ -93,7 +94,7 @@ class OperatorHold:
 
 @dataclass(frozen=True)
 class RecordHold:
-    """Ledger.record_hold. Result: the OperatorHold, once it is on the disk."""
+    """Stores a hold. Result of Ledger.record_hold: the OperatorHold, once it is on the disk."""
 
     replica: str
     reason: str
@@ -102,7 +103,7 @@ class RecordHold:
 
 @dataclass(frozen=True)
 class RecordRelease:
-    """Ledger.record_release: the replica is not held any more. Result: None, once it is on the disk."""
+    """Stores the end of a hold. Result of Ledger.record_release: None, once it is on the disk."""
 
     replica: str
     seconds: float
@@ -110,8 +111,8 @@ class RecordRelease:
 
 @dataclass(frozen=True)
 class RecordForgotten:
-    """Ledger.record_forgotten: commits of the lineage up to this epoch do not count any more. Result: None, once it is
-    on the disk."""
+    """Stores that commits of a lineage up to an epoch do not count any more. Result of Ledger.record_forgotten: None,
+    once it is on the disk."""
 
     lineage: str
     epoch: int

@@ -197,7 +197,7 @@ class SealResult:
 
 @dataclass(frozen=True)
 class Words:
-    """The page as read at one moment, and its verdict (words.state.verdict): whether the weights are whole."""
+    """The page as read at one moment, and its verdict (gate.page.verdict): whether the weights are whole."""
 
     workers: tuple[manager_pb2.WorkerStatus, ...]  # EnginePage.read() as status messages; dead workers as NONE
     open: bool  # whether the weights are whole

@@ -99,7 +99,8 @@ class ManagerServicer(
             goodbye = goodbye or isinstance(body, manager_pb2.Goodbye)
             if isinstance(body, hello_type) and _name_of(body) != _name_of(hello):
                 # Only the first name was checked against the grant. The machine compares the rank.
-                outbox.close(invalid("one session speaks for one member, under one name").problem)
+                why = f"one session speaks for one member: this one for {_name_of(hello)!r}, not {_name_of(body)!r}"
+                outbox.close(invalid(why).problem)
                 return
             if body is not None and not outbox.closed:
                 self._shell.handle(events.Message(peer, body))

@@ -174,7 +174,7 @@ def _time(answer: PlanAnswer, forecast: Forecast) -> list[str]:
         names = ", ".join(forecast.unknown)
         lines += _wrapped("  ", f"nothing is known of the rate of {names}, so neither is the pause: give it in --rates")
     if forecast.unmeasured:
-        words = f"nobody has measured an update of engine {forecast.unmeasured}, so the pause is not known"
+        words = f"no update was measured of engine {forecast.unmeasured}, so the pause is not known"
         lines += _wrapped("  ", words)
     if forecast.pause is not None and forecast.call is not None:
         call = f"the whole call: {seconds(forecast.call)}"

@@ -22,7 +22,7 @@ def checked_roots(roots: Iterable[str | os.PathLike[str]]) -> tuple[Path, ...]:
     found = tuple(Path(os.path.abspath(root)) for root in roots)
     for root in found:
         if not root.is_dir():
-            raise invalid(f"--allow-directory {root} is no directory")
+            raise invalid(f"--allow-directory {root} is not a directory")
     return found
 
 
@@ -74,7 +74,7 @@ def inside(path: Path, roots: Sequence[Path]) -> Path:
 def _regular(file: Path) -> None:
     """Refuses anything but a regular file: opening a pipe could wait without end."""
     if not stat.S_ISREG(os.stat(file).st_mode):
-        raise invalid(f"{file} is no regular file")
+        raise invalid(f"{file} is not a regular file")
 
 
 def _unreadable(path: Path, error: OSError) -> CkptEngineError:

@@ -77,7 +77,7 @@ def _check_directory(directory: Path) -> None:
     if directory.is_dir() and any(directory.iterdir()):
         raise invalid(f"{directory} is not empty: name another directory, or empty it")
     if not directory.parent.is_dir():
-        raise invalid(f"{directory.parent}, in which the directory is to be, is no directory")
+        raise invalid(f"{directory.parent}, in which the directory is to be, is not a directory")
 
 
 def _files(reader: Reader) -> dict[str, tuple[bytes, list[str]]]:

@@ -14,7 +14,7 @@ MAXIMUM_PARTS = 4096
 
 
 class Undecodable(Exception):  # noqa: N818
-    """The view is no small union of boxes of the tensor."""
+    """The view is not a small union of boxes of the tensor."""
 
 
 class Axis(NamedTuple):

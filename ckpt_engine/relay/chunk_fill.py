@@ -30,11 +30,11 @@ from ckpt_engine.v1.weights_pb2 import Problem
 
 @dataclass(frozen=True)
 class SlotMemory:
-    """The memory of one slot. at: see fill.Memory. bytes: all of it that the layout takes."""
+    """The memory of one slot."""
 
     number: int
-    at: Memory
-    bytes: memoryview
+    at: Memory  # see fill.Memory
+    bytes: memoryview  # all that the layout takes
 
 
 class ChunkFilling:

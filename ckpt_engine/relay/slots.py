@@ -264,7 +264,7 @@ class Slots:
         are and lent; only the others are brought.
 
         Raises as `count`, and DEADLINE_EXCEEDED or ABORTED (`stop`, `close`); the slot holds nothing then. Cells that
-        could not be brought are no error: they are in `SlotVersion.filled.missing` and not in the table. A second
+        could not be brought are not an error: they are in `SlotVersion.filled.missing` and not in the table. A second
         filling waits until the first has ended.
         """
         stop_at = time.monotonic() + seconds

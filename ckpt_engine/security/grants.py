@@ -43,8 +43,8 @@ class Grant:
         if (role in NAMED and pattern) or (role in UNNAMED and not separator):
             return cls(role, pattern)
         raise invalid(
-            f"{text!r} is no grant: write trainer/PATTERN, replica/PATTERN, holder/PATTERN, operator, viewer or client "
-            "(docs/security.md)"
+            f"{text!r} is not a grant: write trainer/PATTERN, replica/PATTERN, holder/PATTERN, operator, viewer or "
+            "client (docs/security.md)"
         )
 
     def covers(self, role: str, name: str) -> bool:

@@ -45,7 +45,9 @@ class ServerSecurity:
             try:
                 ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.certificate, self.key)
             except ssl.SSLError as error:
-                raise invalid(f"{self.certificate} and {self.key} are no certificate and its key: {error}") from error
+                raise invalid(
+                    f"{self.certificate} and {self.key} are not a certificate and its key: {error}"
+                ) from error
 
     def known_tokens(self) -> Tokens | None:
         """The grants of the tokens file; None: there is none. Raises INVALID_ARGUMENT."""

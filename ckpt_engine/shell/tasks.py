@@ -40,7 +40,7 @@ async def carry_out(role: str, key: Key, task: Task, work: Callable[[Task], Awai
         if limit.expired():
             timeout = deadline(f"{name} took longer than {task.seconds:.3g} s")
             return Done(key, problem=timeout.problem, answered=False)
-        log.exception("a task failed in a way that nobody foresaw who=%s task=%s", role, kind)
+        log.exception("a task failed in an unforeseen way who=%s task=%s", role, kind)
         text = f"{name} failed in the {role}: {type(error).__name__}: {error}; its log says where"
         return Done(key, problem=internal(text).problem, answered=False)
 

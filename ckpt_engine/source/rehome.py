@@ -37,7 +37,7 @@ HELD = (
 def why_not(boxes: Sequence[Sequence[torch.Tensor]]) -> list[str]:
     """Why the memory of each box cannot move; empty if it can. boxes: all tensor objects of each that can be moved.
 
-    Collects garbage if something else seems to use their memory: objects that wait to be freed are no hindrance.
+    Collects garbage if something else seems to use their memory: objects that wait to be freed do not count.
     """
     reasons = _why_not(boxes)
     if ALIASED in reasons or HELD in reasons:

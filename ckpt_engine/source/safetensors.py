@@ -80,10 +80,10 @@ def read_header(path: Path) -> FileHeader:
             status = os.fstat(file.fileno())
             size = status.st_size
             if not stat.S_ISREG(status.st_mode):
-                raise invalid(f"{path} is no regular file")
+                raise invalid(f"{path} is not a regular file")
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > HEADER_LIMIT or 8 + length > size:
-                raise invalid(f"{path} is no safetensors file: {size} bytes, of which the header would be {length}")
+                raise invalid(f"{path} is not a safetensors file: {size} bytes, of which the header would be {length}")
             raw = file.read(length)
     except OSError as error:
         raise not_found(f"cannot read {path}: {error}") from error
@@ -163,7 +163,7 @@ def _index(path: Path) -> dict[str, str]:
         raise invalid(f"{path} has no weight_map")
     for name, file in file_of.items():
         if not isinstance(file, str) or Path(file).name != file or file in ("", ".", "..") or not _is_path(file):
-            raise invalid(f"{path} places {name!r} in {file!r}, which is no file of this directory", tensors=[name])
+            raise invalid(f"{path} places {name!r} in {file!r}, which is not a file of this directory", tensors=[name])
     return file_of
 
 
@@ -181,7 +181,7 @@ def _json(raw: bytes, path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise invalid(f"{path} is damaged: its JSON does not parse: {error}") from error
     if not isinstance(content, dict):
-        raise invalid(f"{path} is damaged: its JSON is no object")
+        raise invalid(f"{path} is damaged: its JSON is not an object")
     return content
 
 

@@ -69,7 +69,7 @@ def resolve_lineage(lineage: str | None, rank: int, world_size: int, environment
 
     With several ranks a random name is rank 0's, broadcast over torch.distributed's default group. That is a collective
     call; the group must be initialised with as many ranks. The elastic run's id gets the number of the restart
-    appended, since a restarted run goes back. torchrun's "none" is no id.
+    appended, since a restarted run goes back. torchrun's "none" is not an id.
 
     Raises CkptEngineError (INVALID_ARGUMENT) if the ranks have no way to agree, or the name is empty or too long.
     """

@@ -96,7 +96,7 @@ def test_an_update_is_planned(tmp_path: Path) -> None:
     told = json.loads(command("plan", model, *engine, "--json").stdout)
     assert told["edges"][0]["transport"] == "shared_memory", "borrowed lends nothing unasked"
     assert (told["time"]["pause_seconds"], told["time"]["unmeasured"]) == (None, "toy")
-    assert "nobody has measured an update of engine toy" in " ".join(command("plan", model, *engine).stdout.split())
+    assert "no update was measured of engine toy" in " ".join(command("plan", model, *engine).stdout.split())
     refused = command("plan", model, *engine, "--pp", "2")
     assert "drives toy with TP only" in refused.stderr
 

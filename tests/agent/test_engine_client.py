@@ -68,7 +68,7 @@ async def test_each_call_has_a_connection_of_its_own_and_says_so() -> None:
         (said("504 Gateway Timeout", '{"detail": "workers are silent"}'), False, 0, "POST /pause: workers are silent"),
         (b"", False, 0, "POST /pause: no answer within 60.0 s: the connection ended before the answer did"),
         (said("200 OK", "{}")[:-1], False, 0, "POST /pause: no answer within 60.0 s: the connection ended before"),
-        (b"SSH-2.0-OpenSSH\r\n", False, 0, "POST /pause: no answer within 60.0 s: its answer is no HTTP"),
+        (b"SSH-2.0-OpenSSH\r\n", False, 0, "POST /pause: no answer within 60.0 s: its answer is not HTTP"),
     ],
 )
 async def test_who_refuses_has_answered_and_who_breaks_off_has_not(

@@ -392,7 +392,7 @@ def test_a_group_that_does_not_fit_is_refused(
 async def test_a_leader_whose_name_is_another_host_s_gives_up(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("t" * 64)
     leader = Leader(tmp_path, NodeSettings(2, 0, "192.0.2.7:7100", tmp_path / "token"), Deadlines())
-    with pytest.raises(CkptEngineError, match=r"means 192\.0\.2\.7, which is no address of this host"):
+    with pytest.raises(CkptEngineError, match=r"means 192\.0\.2\.7, which is not an address of this host"):
         await leader.followers.open(0.0)
     await leader.followers.close()
 

@@ -251,7 +251,7 @@ def test_the_words_of_grpc_are_read(details: str, code: str, words: str) -> None
 
 def test_another_service_is_told_as_such() -> None:
     problem = connection_problem(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
-    assert "it is no manager of ckpt-engine, or an older one" in problem.message
+    assert "it is not a manager of ckpt-engine, or an older one" in problem.message
 
 
 def test_what_a_manager_refuses_names_the_replica_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -245,9 +245,9 @@ def test_what_cannot_be_started_is_refused_by_name() -> None:
     for settings, why in (
         (GatewaySettings(), "give --manager HOST:PORT, or --replica"),
         (GatewaySettings(manager="a:1", replicas=("http://b",)), "give --manager HOST:PORT, or --replica"),
-        (GatewaySettings(replicas=("b:8000",)), "is no URL"),
-        (GatewaySettings(replicas=("http://",)), "is no URL"),
-        (GatewaySettings(replicas=("http://b:port",)), "is no URL"),
+        (GatewaySettings(replicas=("b:8000",)), "is not a URL"),
+        (GatewaySettings(replicas=("http://",)), "is not a URL"),
+        (GatewaySettings(replicas=("http://b:port",)), "is not a URL"),
         (GatewaySettings(replicas=("http://b:8000/v1/",)), "write http://b:8000"),
         (GatewaySettings(replicas=("http://b:8000/generate?x=1",)), "write http://b:8000"),
         (GatewaySettings(manager="nowhere"), "--manager 'nowhere' is not an address"),

@@ -210,7 +210,7 @@ async def test_other_machines_are_served_only_if_somebody_asks_who_calls(config:
         ({"tokens": Path("tokens")}, "need TLS"),
         ({"certificate": Path("server.crt")}, "belong together"),
         ({"certificate": Path("nowhere"), "key": Path("server.key")}, "nowhere cannot be read"),
-        ({"certificate": Path("tokens"), "key": Path("server.key")}, "no certificate and its key"),
+        ({"certificate": Path("tokens"), "key": Path("server.key")}, "not a certificate and its key"),
     ],
 )
 async def test_settings_that_cannot_protect_are_refused(
@@ -228,8 +228,8 @@ async def test_settings_that_cannot_protect_are_refused(
     [
         ("replica/one", "line 2 of the tokens file is not GRANT"),
         ("viewer, operator 00", "it has 3 words, not two"),
-        ("king 00", "'king' is no grant"),
-        ("replica 00", "'replica' is no grant"),
+        ("king 00", "'king' is not a grant"),
+        ("replica 00", "'replica' is not a grant"),
         ("viewer 00ff", "the digest has 2 bytes"),
         ("viewer my-secret-token-in-plain-words", "line 2 of the tokens file is not GRANT"),
     ],

@@ -196,7 +196,7 @@ def test_the_agents_of_a_server_find_a_leader_that_moves(tmp_path: Path) -> None
         world.start("first", 1, "-c", LEADER, *arguments)
         world.until("first", "cannot be resolved on node 0")
         world.names.means("lead.test", "fd77::3")
-        world.until("first", "means fd77::3, which is no address of this host")
+        world.until("first", "means fd77::3, which is not an address of this host")
         assert "listening" not in world.said("first")
         world.names.means("lead.test", "fd77::2")
         world.until("first", "listening")

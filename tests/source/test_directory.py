@@ -85,8 +85,8 @@ def test_shards_named_by_the_index_are_read_and_others_are_not(tmp_path: Path) -
     for wrong, message in [
         ({**placed, "missing": "model-1.safetensors"}, "missing"),
         ({**placed, "a.weight": "model-2.safetensors"}, "a.weight"),
-        ({**placed, "a.weight": "../model-1.safetensors"}, "no file of this directory"),
-        ({**placed, "a.weight": 3}, "no file of this directory"),
+        ({**placed, "a.weight": "../model-1.safetensors"}, "not a file of this directory"),
+        ({**placed, "a.weight": 3}, "not a file of this directory"),
         ({**placed, "a.weight": "gone.safetensors"}, "gone.safetensors"),
         ({}, "no weight_map"),
     ]:
@@ -192,7 +192,7 @@ def test_an_index_that_names_no_file_of_its_directory_is_refused(tmp_path: Path,
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": placed}}))
     problem = problem_of(tmp_path)
     assert problem.code == Problem.INVALID_ARGUMENT
-    assert "which is no file of this directory" in problem.message
+    assert "which is not a file of this directory" in problem.message
 
 
 def test_a_file_of_no_length_and_a_sound_one(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_what_is_no_file_of_bytes_is_refused_and_not_waited_for(tmp_path: Path) 
     asking.start()
     asking.join(60)
     assert [each.code for each in refused] == [Problem.INVALID_ARGUMENT]
-    assert "no regular file" in refused[0].message
+    assert "not a regular file" in refused[0].message
 
 
 def test_a_header_beyond_the_limit_is_not_even_read(tmp_path: Path) -> None:

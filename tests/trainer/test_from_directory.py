@@ -144,11 +144,11 @@ def test_what_cannot_be_published_is_refused_before_anybody_is_asked(
         (root / "missing", "NOT_FOUND", "is not there"),
         (root / "empty", "NOT_FOUND", "holds no safetensors files"),
         (torn, "INVALID_ARGUMENT", "is it cut short?"),
-        (piped, "INVALID_ARGUMENT", "is no regular file"),
+        (piped, "INVALID_ARGUMENT", "is not a regular file"),
         (named["outside"], "PERMISSION_DENIED", f"data.bin (it leads to {secret})"),
         (named["hidden"], "PERMISSION_DENIED", "data.bin (it leads to"),
         (named["gone"], "NOT_FOUND", "data.bin is not there"),
-        (named["pipe"], "INVALID_ARGUMENT", "data.bin is no regular file"),
+        (named["pipe"], "INVALID_ARGUMENT", "data.bin is not a regular file"),
         ("checkpoints/step_1", "INVALID_ARGUMENT", "absolute path"),
     ):
         problem = refusal(manager, directory)

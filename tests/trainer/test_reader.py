@@ -113,7 +113,7 @@ def test_where_it_cannot_be_written_is_refused_before(
     for path, words in (
         (tmp_path, "is not empty"),
         (tmp_path / "file", "is not a directory"),
-        (tmp_path / "a" / "b", "is no directory"),
+        (tmp_path / "a" / "b", "is not a directory"),
     ):
         with pytest.raises(CkptEngineError, match=words):
             pull(manager, path)

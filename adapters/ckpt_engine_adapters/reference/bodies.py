@@ -205,18 +205,18 @@ class StreamOptions(BaseModel):
 
 
 class CompletionBody(BaseModel):
-    """`/v1/completions`. logprobs: 0 or 1, of the chosen tokens. max_tokens None: as many as the model has room for."""
+    """A body of `/v1/completions`."""
 
     model_config = ConfigDict(extra="ignore")
 
     prompt: _Prompts
-    model: str | None = None
-    max_tokens: int | None = Field(default=16, ge=1)
+    model: str | None = None  # None or empty: the one that is served
+    max_tokens: int | None = Field(default=16, ge=1)  # None: as many as the model has room for
     temperature: _Temperature | None = None
     seed: _Seed | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
     stop_token_ids: list[int] | None = None
-    logprobs: int | None = Field(default=None, ge=0, le=1)
+    logprobs: int | None = Field(default=None, ge=0, le=1)  # of the chosen tokens
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -18,19 +18,16 @@ _DEFAULT_TOKENS = 16
 
 
 class InferenceSampling(BaseModel):
-    """`sampling_params` of `/inference/v1/generate`.
-
-    logprobs: 0 or 1, of the chosen tokens. max_tokens None: as many as the model has room for.
-    """
+    """`sampling_params` of `/inference/v1/generate`."""
 
     model_config = ConfigDict(extra="ignore")
 
-    max_tokens: int | None = Field(default=_DEFAULT_TOKENS, ge=1)
+    max_tokens: int | None = Field(default=_DEFAULT_TOKENS, ge=1)  # None: as many as the model has room for
     temperature: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
     seed: int | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
     stop_token_ids: list[int] | None = None
-    logprobs: int | None = Field(default=None, ge=0, le=1)
+    logprobs: int | None = Field(default=None, ge=0, le=1)  # of the chosen tokens
 
     @model_validator(mode="before")
     @classmethod

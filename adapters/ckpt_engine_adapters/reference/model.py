@@ -190,7 +190,7 @@ class ReferenceModel:
         missing = set(self._parameters)
         for path in _weight_files(directory):
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
                     self.load_weights([(name, file.get_tensor(name))])
                     missing.discard(name)
         if missing:

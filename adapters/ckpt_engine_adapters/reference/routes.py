@@ -34,17 +34,16 @@ CONTROL_SECONDS = 120.0  # of a control call without a deadline
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts of the model for GET /info; constant while the engine runs. served_model_name: for clients. workers:
-    process ids on this host, by rank. tensor_parallel: number of workers on all nodes."""
+    """Facts of the model for GET /info; constant while the engine runs."""
 
-    model: str
-    served_model_name: str
+    model: str  # its directory
+    served_model_name: str  # by which clients ask for it
     architecture: str
     dtype: str
-    vocabulary: int
+    vocabulary: int  # tokens
     max_positions: int
-    workers: tuple[int, ...]
-    tensor_parallel: int
+    workers: tuple[int, ...]  # process ids on this host, by rank
+    tensor_parallel: int  # workers on all nodes
 
 
 class _RouteBody(BaseModel):

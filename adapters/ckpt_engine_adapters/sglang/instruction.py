@@ -35,10 +35,10 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """An instruction of the driver to SGLang's workers. epoch: of the update that INSTALL is for; else 0."""
+    """An instruction of the driver to SGLang's workers."""
 
     action: Action
-    epoch: int = 0
+    epoch: int = 0  # of the update that INSTALL is for; else 0
 
 
 def encode(order: Instruction) -> list[tuple[str, Tensor]]:

@@ -242,7 +242,7 @@ class VllmTarget:
             )
 
     def reload(self, weights: Weights) -> None:
-        """Loads weights as vLLM's `reload_weights` does with an iterator. It makes kernels anew, as an install does."""
+        """Loads weights as vLLM's `reload_weights` does with an iterator. Makes kernels again, as an install does."""
         kernels = [self._kernels_of(layer) for layer in self._staged_layers.values()]
         layerwise.initialize_layerwise_reload(self._model)
         try:

@@ -70,16 +70,16 @@ def _facts(vllm_config: VllmConfig, model: torch.nn.Module, device: torch.device
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """The body of `/init_weight_transfer_engine`. discard: hold nothing from now on; else ask the agent."""
+    """The body of `/init_weight_transfer_engine`."""
 
-    discard: bool = False
+    discard: bool = False  # hold nothing from now on; else ask the agent
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """The body of `/update_weights`. epoch: of the update that the agent has an order for."""
+    """The body of `/update_weights`."""
 
-    epoch: int = 0
+    epoch: int = 0  # of the update that the agent has an order for
 
 
 class CkptEngineWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):

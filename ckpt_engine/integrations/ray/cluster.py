@@ -295,7 +295,7 @@ def _check_options(processes: Sequence[ProcessStatus]) -> None:
 
 
 def _replica(process: ProcessStatus) -> str:
-    """Its name, for an error; empty: it is no replica."""
+    """Its name, for an error; empty: it is not a replica."""
     return process.name if process.kind == "replica" else ""
 
 

@@ -1,4 +1,5 @@
-"""verl's checkpoint engine: when an update is made of what verl gathers, and which rank publishes which tensor."""
+"""verl's checkpoint engine, its two decisions: when an update is made from the tensors that verl gathers, and which
+rank publishes which of them."""
 
 from __future__ import annotations
 

@@ -24,8 +24,11 @@ def forecast(
     seconds: float,
     refusal: weights_pb2.Problem | None,
 ) -> manager_pb2.UpdateReport:
-    """The report. fence: for preparing. compiled: the plans; None: the update would be refused before there are any.
-    seconds: since the dry run began. refusal: why the update would be refused; None: it would not."""
+    """The report of a dry run.
+
+    fence: of its Prepare commands. compiled: the plans; None: the update would be refused before there are any.
+    seconds: since the dry run began. refusal: why the update would be refused; None: it would not.
+    """
     report = manager_pb2.UpdateReport(
         fence=fence.message(),
         identity=weights_pb2.Identity(lineage=goal.lineage, version=goal.version),

@@ -54,7 +54,7 @@ class LineagesLook:
 
 @dataclass(frozen=True, slots=True)
 class ForgottenWrite:
-    """Key of the task that makes it durable that a lineage is forgotten."""
+    """Key of the task that writes to the ledger that a lineage is forgotten."""
 
     lineage: str
     call: Call | None  # that waits for it

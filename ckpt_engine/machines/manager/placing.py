@@ -246,7 +246,7 @@ class RelayPlacing:
         return shortfalls(self._fillings.values(), self._state.members.holders)
 
     def warnings(self) -> list[str]:
-        """Sentences for a report that is fine but not what was asked for."""
+        """Warnings for a report of an update that went well, but not by way of relays as its caller asked."""
         if self._goal.prefetch != manager_pb2.PREFETCH_ALWAYS or self._fillings:
             return []
         return [f"prefetch is 'always', and no relay was filled, so replicas read the trainer: {self.describe()}"]
@@ -375,7 +375,7 @@ class RelayPlacing:
 
     def _misses_origin(self, filling: PlacedFilling, origins: frozenset[Process]) -> bool:
         """Whether an origin that its command names was left out, or is another process now, and there is another one.
-        Origins that are merely chosen otherwise by now are no reason to begin again."""
+        Origins that are merely chosen otherwise by now do not make it begin again."""
         return any(map(self._is_lost, filling.origins)) and bool(origins - filling.origins)
 
     def _is_lost(self, process: Process) -> bool:

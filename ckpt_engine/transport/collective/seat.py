@@ -275,7 +275,8 @@ def _schedule(order: CollectiveOrder) -> tuple[Schedule, tuple[str, ...]]:
     names = [each.name for each in schedule.members]
     if names != list(order.members) or not order.member < len(names):
         raise invalid(
-            f"a collective of {', '.join(order.members)} with member {order.member} has a plan for {', '.join(names)}"
+            f"the plan of this collective is for {', '.join(names)}; its members are {', '.join(order.members)}, of "
+            f"which this is number {order.member}"
         )
     if len({bool(each.gpu) for each in schedule.members}) != 1:
         on_gpus = ", ".join(each.name for each in schedule.members if each.gpu)

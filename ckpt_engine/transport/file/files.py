@@ -47,7 +47,7 @@ class FileLender:
     def offer(self, id: int, memory: Memory) -> Region:
         """Lends a part of a file. Raises UNAVAILABLE for other memory, or a file that cannot be looked at."""
         if not isinstance(memory, FileMemory):
-            raise unavailable(f"{memory.kind} is no file that others could open")
+            raise unavailable(f"{memory.kind} is not a file that others could open")
         region = file_region(id, memory.path, memory.offset, memory.size)
         self._check = self._check.of([region])
         return region

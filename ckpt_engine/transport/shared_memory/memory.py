@@ -156,7 +156,7 @@ class SharedArena:
     ) -> torch.Tensor:
         """Memory of the arena as a tensor, from `offset` bytes, contiguous unless `stride` (elements) is given.
 
-        Raises INVALID_ARGUMENT if it does not fit, if `offset` is no multiple of the element size, or after `close`.
+        Raises INVALID_ARGUMENT if it does not fit, if `offset` is not a multiple of the element size, or after `close`.
         """
         return self.memory.tensor(offset, shape, dtype, stride)
 

@@ -210,9 +210,9 @@ class Not(NamedTuple):
 
 
 class Pulse(NamedTuple):
-    """No answer yet. number: it changes while the filling makes progress; 0 before it begins."""
+    """No answer yet."""
 
-    number: int
+    number: int  # changes while the filling makes progress; 0 before it begins
 
 
 class Lendings:

@@ -38,7 +38,7 @@ def resolve(host: str, port: int, seconds: float) -> list[tuple[Any, ...]]:
         except OSError as error:
             failed.append(error)
         except UnicodeError as error:
-            failed.append(OSError(f"{host!r} is no name of a host: {error}"))
+            failed.append(OSError(f"{host!r} is not the name of a host: {error}"))
 
     asking = threading.Thread(target=ask, name="ckpt-engine resolver", daemon=True)
     asking.start()
