@@ -35,7 +35,7 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 Answer = TypeVar("Answer")
 
 POLL_SECONDS = 0.5
-"""Between two status calls of `wait_for_replicas`."""
+"""Seconds between two status calls of `wait_for_replicas`."""
 
 logger = logging.getLogger("ckpt_engine.client")
 

@@ -64,9 +64,9 @@ class UpdateOptions(RollbackOptions, total=False):
     default."""
 
     min_replicas: int | None
-    """So many suffice: fewer are refused, and with so many `report.ok` is true. Default: as many as can be updated are
-    (at least one), and `report.ok` is true only if all are, also those that are not connected. What an operator holds
-    (`ckpt-engine replica hold`), and what is known to have another model, does not count."""
+    """How many replicas suffice: fewer are refused, and with so many `report.ok` is true. Default: as many as can be
+    updated are (at least one), and `report.ok` is true only if all are, also those that are not connected. What an
+    operator holds (`ckpt-engine replica hold`), and what is known to have another model, does not count."""
     prefetch: Prefetch  # default: "auto"
     until: Until  # default: "installed"
     dry_run: bool

@@ -101,7 +101,7 @@ class ReplicaReport:
 
     @property
     def early_nbytes(self) -> int:
-        """Of `nbytes`, those that lay verified in its workers' stage memory before the pause."""
+        """The part of `nbytes` that lay verified in its workers' stage memory before the pause."""
         return sum(worker.early_bytes for worker in self.message.workers)
 
     @property

@@ -45,10 +45,11 @@ class Restart(StrEnum):
 
     NO = "no"
     ON_FAILURE = "on-failure"
-    """If it was ready at least once, whatever its status: vLLM's server exits with 0 when its engine core was killed.
-    An engine that was never ready most likely has wrong arguments, and a restart would hide its message."""
+    """Restart it if it was ready at least once, whatever its status: vLLM's server exits with 0 when its engine core
+    was killed. An engine that was never ready most likely has wrong arguments, and a restart would hide its message."""
     ALWAYS = "always"
-    """Also if it was never ready: for hosts where that depends on others, such as a model on a disk not yet mounted."""
+    """Restart it also if it was never ready: for hosts where that depends on others, such as a model on a disk not yet
+    mounted."""
 
 
 @dataclass(frozen=True)

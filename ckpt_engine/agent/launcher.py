@@ -32,7 +32,7 @@ import time
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 ABANDONED_GRACE_SECONDS = 2.0
-"""Between SIGTERM and SIGKILL when the agent is dead: enough to remove files and shared memory."""
+"""Seconds between SIGTERM and SIGKILL when the agent is dead: enough to remove files and shared memory."""
 KILL_SECONDS = 10.0
 """How long a killed process may take to end (it may be in a system call that cannot be interrupted)."""
 CANNOT_START = 127

@@ -31,7 +31,7 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 logger = logging.getLogger(__name__)
 
 _LOOK_AGAIN_SECONDS, _SAY_AGAIN_SECONDS = 0.5, 10.0
-"""Between two looks at what the leader's name means, and between two lines that say so."""
+"""Seconds between two looks at what the leader's name means, and between two lines that say so."""
 
 _CLOSED = "this agent ends, and asks its engine's other nodes nothing more"
 

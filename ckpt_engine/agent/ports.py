@@ -17,7 +17,8 @@ from pathlib import Path
 from ckpt_engine.core.problems import precondition
 
 FIRST, LAST = 20000, 32767
-"""Below the ports that Linux uses for outgoing connections by default, so that none of these takes one meanwhile."""
+"""Ports for engines: below those that Linux uses for outgoing connections by default, so that none of these takes
+one."""
 
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _ATTEMPTS = 200

@@ -28,7 +28,7 @@ from ckpt_engine.report import gpu_uuid, human_bytes
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 WATCH_SECONDS = 0.5
-"""Between two questions of --watch."""
+"""Seconds between two questions of --watch."""
 
 _STATE_STYLES = {"serving": "green", "asleep": "cyan", "closed": "red", "disconnected": "yellow"}
 

@@ -17,7 +17,7 @@ IN_FLIGHT = 6
 """Pieces that are queued at a time, so that the link is busy until the thread has the interpreter's lock again."""
 
 POLL_SECONDS = 0.3e-3
-"""Between two looks at what has arrived."""
+"""Seconds between two looks at what has arrived."""
 
 
 class _Thread(threading.local):

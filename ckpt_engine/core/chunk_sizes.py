@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 LEAST_BYTES = 4 << 20
-"""Of a chunk, where the same hosts want that much: smaller ones reach a tenth of the rate."""
+"""Least bytes of a chunk, where the same hosts want that much: smaller ones reach a tenth of the rate."""
 
 MOST_BYTES = 64 << 20
-"""Of a chunk: it is verified before it is passed on, which should not take long."""
+"""Most bytes of a chunk: it is verified before it is passed on, which should not take long."""
 
 _CHUNKS = 1024  # of a model: a chunk takes five hops, and eight children wait for it at each; so these cost 4 %
 

@@ -17,13 +17,13 @@ from ckpt_engine.core.problems import invalid
 from ckpt_engine.v1.weights_pb2 import WorkerNeeds, WorkerPlan
 
 BUCKET_BYTES = 64 << 20
-"""Of a bucket, at most: large enough for the full rate of NVLink, small enough to be passed on soon."""
+"""Most bytes of a bucket: large enough for the full rate of NVLink, small enough to be passed on soon."""
 
 LEAST_BUCKET_BYTES = 1 << 10
 """A smaller bound would make too many buckets to send."""
 
 ALIGNMENT = 64
-"""Of the parts in a bucket, bytes."""
+"""Alignment of the parts in a bucket, bytes."""
 
 
 class BoxWant(NamedTuple):

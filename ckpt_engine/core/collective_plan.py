@@ -19,7 +19,7 @@ from ckpt_engine.core.problems import invalid
 from ckpt_engine.v1.weights_pb2 import CollectiveMeeting, CollectivePlan, NcclLocator
 
 KEY_BYTES = 32
-"""Of the key that every member presents at the meeting."""
+"""Bytes of the key that every member presents at the meeting."""
 
 LONGEST_HOST = 255
 UUID_BYTES = 16

@@ -19,7 +19,7 @@ LONGEST_SECONDS = 1e6
 """The longest wait, 11 days: timers and gRPC count milliseconds in 32 bits."""
 
 NOTICE_SECONDS = 3.0
-"""After this long a wait is reported, with what it is for."""
+"""Seconds after which a wait is reported, with what it is for."""
 
 
 def check_seconds(what: str, seconds: float) -> None:

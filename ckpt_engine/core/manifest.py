@@ -42,7 +42,7 @@ MOST_AXES = 64
 """Dimensions of a tensor; torch has no more."""
 
 MOST_BYTES = 1 << 62
-"""Of a tensor, counting each dimension of size 0 as 1: strides are computed from the others."""
+"""Most bytes of a tensor, counting each dimension of size 0 as 1: strides are computed from the others."""
 
 METADATA = "__metadata__"
 """The name under which a safetensors file has notes instead of a tensor."""
@@ -88,8 +88,8 @@ def check_spec(spec: TensorSpec, ranks: Sequence[int] = ()) -> None:
 
 
 DIGEST_FORMAT = 2
-"""Of digests and roots (docs/protocol.md). Members send it in their hello, and each formula has a number of its own:
-weights that were sealed by one formula can only be verified by the same one."""
+"""The format of digests and roots (docs/protocol.md). Members send it in their hello, and each formula has a number of
+its own: weights that were sealed by one formula can only be verified by the same one."""
 
 
 def other_format(member: str, its: int) -> str:

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from ckpt_engine.core.problems import invalid
 
 LINEAGE_BYTES = 120
-"""Of a lineage's name in UTF-8: what a worker's state word has room for (gate/page.py)."""
+"""Most bytes of a lineage's name in UTF-8: what a worker's state word has room for (gate/page.py)."""
 
 MEMBER_BYTES = 255
-"""Of the name of a replica or a holder in UTF-8."""
+"""Most bytes of the name of a replica or a holder in UTF-8."""
 
 POOL_BYTES = 63
-"""Of a pool's name."""
+"""Most bytes of a pool's name."""
 
 NAMES_SHOWN = 4
-"""In one sentence; the problem itself lists more."""
+"""Most names in one sentence; the problem itself lists more."""
 
 
 def check_line(what: str, name: str, most: int) -> None:

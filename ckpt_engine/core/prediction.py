@@ -29,16 +29,16 @@ MEMORIES: tuple[Memory, ...] = ("host", "gpu")
 
 SEAL = "seal"
 FILL = "fill"
-"""Before an engine pauses. The other names are those of the protocol's stages, in lower case."""
+"""The stage before an engine pauses. The other names are those of the protocol's stages, in lower case."""
 
 STAGES = ("plan", SEAL, FILL, "ready", "quiesce", "transfer", "install", "verify", "resume")
-"""In their order."""
+"""All stages, in their order."""
 
 PAUSED = ("quiesce", "transfer", "install", "verify", "resume")
 """Stages in which a replica produces no token."""
 
 SAME_GPU = "same gpu"
-"""In place of "gpu" among the links of a transport, for a source and a reader on one GPU."""
+"""Stands in place of "gpu" among the links of a transport, for a source and a reader on one GPU."""
 
 
 class PredictedEdge(NamedTuple):

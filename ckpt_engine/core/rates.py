@@ -13,8 +13,8 @@ from statistics import median
 from typing import NamedTuple
 
 LEAF_BELOW = 0.55
-"""Of the usual rate: a slower host passes nothing on. One half is meant; a host at half the rate does not measure as
-exactly that."""
+"""Share of the usual rate: a slower host passes nothing on. One half is meant; a host at half the rate does not measure
+as exactly that."""
 
 EVIDENCE_SECONDS = 0.25
 """How long a host must be measured in one filling before it may count as slow: with less it delayed no reader."""

@@ -26,7 +26,7 @@ from ckpt_engine.core.sealed_record import ProvenRecord
 from ckpt_engine.v1.weights_pb2 import WorkerNeeds
 
 SLOTS = 2
-"""Of a relay: one for the served version, one for the next."""
+"""Slots of a relay: one for the served version, one for the next."""
 
 ATOM_BYTES = 64
 """Atoms begin at multiples of this: at cache lines, and at elements of any dtype."""

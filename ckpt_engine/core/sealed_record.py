@@ -287,7 +287,7 @@ def _check_sums(
 
 
 def _equal(cells: Cells, recorded: ProvenRecord) -> tuple[Indices, np.typing.NDArray[np.bool_]]:
-    """For each cell the number of the recorded cell that it lies in, and whether it is equal to that."""
+    """The number of the recorded cell that each cell lies in, and whether it is equal to that."""
     number = np.zeros(len(cells), dtype=np.int64)
     equal = np.zeros(len(cells), dtype=np.bool_)
     cache: dict[tuple[int, int], tuple[list[int], list[bool]]] = {}

@@ -17,7 +17,7 @@ from ckpt_engine.v1 import manager_pb2
 WEIGHTS = "weights"
 KV_CACHE = "kv_cache"
 TAGS = (WEIGHTS, KV_CACHE)
-"""In the order in which they are woken."""
+"""All tags, in the order in which they are woken."""
 
 DISCARDS = 2
 """The level at which weights are thrown away."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckpt_engine.core.sizes import bytes_of
 
 ENVIRONMENT = "CKPT_ENGINE_STAGE_MEMORY"
-"""Where workers find it: an agent sets it for the engine that it launches."""
+"""The variable in which workers find it: an agent sets it for the engine that it launches."""
 
 OPTION = "--stage-memory"
 

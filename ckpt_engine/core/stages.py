@@ -15,7 +15,7 @@ STAGES = (
     manager_pb2.STAGE_VERIFY,
     manager_pb2.STAGE_RESUME,
 )
-"""In the order of an update in one replica."""
+"""The stages, in the order of an update in one replica."""
 
 
 def later(one: manager_pb2.Stage, other: manager_pb2.Stage) -> manager_pb2.Stage:

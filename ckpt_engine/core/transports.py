@@ -47,7 +47,7 @@ class TransportKind:
     name: str
     """As in Offer.transport."""
     reach: Rule
-    """From (source's host, worker's host) to whether it reaches the worker, and how near."""
+    """Says whether it reaches the worker, and how near: (source's host, worker's host) to a Reach."""
     reader: Maker | None = None
     """Makes a transport.base.Transport, without arguments; None: it is between relays, and no worker, agent or trainer
     loads it."""
@@ -77,7 +77,7 @@ class TransportKind:
     """All its readers and sources run one schedule together, so no worker reads over it alone. Its reader makes the
     Availability of a worker's process, and its lender is made from the address at which other hosts reach this one."""
     order: int = 100
-    """Of several equally near transports, the one with the smallest is taken."""
+    """Its place among equally near transports, of which the one with the smallest is taken."""
     of_relays: bool = False
     """Relays lend their memory over it to processes of their own host. There is one."""
     over_network: bool = False

@@ -32,13 +32,13 @@ from ckpt_engine.gate.directory import default_root
 from ckpt_engine.v1 import manager_pb2
 
 LINE_MARK = "demo: "
-"""Before each JSON line of a trainer, since libraries print to standard output too."""
+"""Stands before each JSON line of a trainer, since libraries print to standard output too."""
 
 TURNS = "turns"
 """The name of the pipe through which the demo lets the trainer update."""
 
 STOP_SECONDS = 5.0
-"""Between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL."""
 
 POLL_SECONDS = 0.1
 

@@ -61,7 +61,7 @@ def _suspects(words, FLIP: tl.constexpr, STEP: tl.constexpr, BOTH: tl.constexpr)
 
 @triton.jit
 def _keep_mask(columns, KEEP: tl.constexpr, LANES_OF_NUMBER: tl.constexpr):  # noqa: N803
-    """For each column, the bits of its lanes in which to look for NaN and infinity: those of a number's last lane."""
+    """The bits of each column's lanes in which to look for NaN and infinity: those of a number's last lane."""
     return tl.where(columns % LANES_OF_NUMBER == LANES_OF_NUMBER - 1, KEEP, 0)
 
 

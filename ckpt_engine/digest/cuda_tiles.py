@@ -218,7 +218,7 @@ class TileTable:
         ]
 
     def _planes(self, axes: Sequence[tuple[Axis, int]]) -> Iterator[tuple[int, int]]:
-        """For each plane, its offset in elements and the product of its factors."""
+        """The offset of each plane in elements, and the product of its factors."""
         for indices in product(*(range(length) for (_, _, length), _ in axes)):
             offset, factor = 0, 1
             for index, ((number, first, _), stride) in zip(indices, axes, strict=True):

@@ -132,7 +132,7 @@ def _columns(axes: Sequence[_Axis]) -> tuple[int, int]:
 
 
 def _planes(axes: Sequence[_Axis], scale: int) -> tuple[Words, Words]:
-    """For each combination of coordinates: offsets, [planes, 2], in the box and in what is copied; and its factor."""
+    """The offsets, [planes, 2], of each combination of coordinates in the box and in what is copied; and its factor."""
     offsets, scales = np.zeros((1, 2), dtype=np.uint64), np.array([scale], dtype=np.uint64)
     for axis in axes:
         steps = np.arange(axis.length, dtype=np.uint64)[:, None] * _bytes(axis, 1)

@@ -22,7 +22,7 @@ from ckpt_engine.digest.host import HostDigests, checked_box
 log = logging.getLogger(__name__)
 
 Served = Sequence[torch.dtype | None] | None
-"""For each box, the dtype as which it is digested; None: its own."""
+"""The dtype as which each box is digested; None: its own."""
 
 _Found = tuple[list[int], list[bool]]
 """Digests of boxes, and which of them hold NaN or infinity."""

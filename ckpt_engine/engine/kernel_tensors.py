@@ -51,7 +51,7 @@ class KernelTensors:
 
     @property
     def paths(self) -> frozenset[str]:
-        """Of all tensors and numbers."""
+        """The paths of all tensors and numbers."""
         return frozenset(edge.path for edge in self._edges if isinstance(edge.value, Tensor | float))
 
     @property

@@ -74,7 +74,7 @@ class EngineKind:
     demo: str = ""
     """A `demo.servers.DemoServer`: how `ckpt-engine demo` starts and asks one. Empty: the demo cannot."""
     requires: Requirement | None = None
-    """Of an engine that runs with the agent's own Python; others may have a separate environment."""
+    """What an engine needs that runs with the agent's own Python; others may have a separate environment."""
     seconds: UpdateSeconds | None = None
     """Measured medians, of one replica without requests; None: not measured."""
     layout: Layout = field(default_factory=Layout)

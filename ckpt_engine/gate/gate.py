@@ -59,9 +59,9 @@ from ckpt_engine.v1 import weights_pb2
 
 INFO_ROUTE = "/ckpt_engine/info"
 READY_ROUTE = "/ckpt_engine/ready"
-"""For load balancers and probes, from anywhere: 200 while requests are let in or held, 503 with the reason while they
-are refused. With `?strict=1` it is 200 only while they are let in; with `?at_least=N` and `&lineage=NAME` only with
-such a version."""
+"""The route for load balancers and probes, from anywhere: 200 while requests are let in or held, 503 with the reason
+while they are refused. With `?strict=1` it is 200 only while they are let in; with `?at_least=N` and `&lineage=NAME`
+only with such a version."""
 ROUTES_ROUTE = "/ckpt_engine/routes"
 """Every route of the engine with its class, for the agent only."""
 

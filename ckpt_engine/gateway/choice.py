@@ -14,7 +14,7 @@ BOUND = 1.25
 """A replica takes at most this times the mean load, plus one."""
 
 PREFIX_TOKENS = 64
-"""Without a session, so many first ids of a prompt choose its replica: equal beginnings meet their cache."""
+"""First ids of a prompt that choose its replica if it has no session: equal beginnings meet their cache."""
 
 
 def key_of(session: str, prompt: Sequence[int]) -> bytes:

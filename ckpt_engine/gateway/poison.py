@@ -18,7 +18,7 @@ LOOK_SECONDS = 0.1
 """Time between two probes of engines that may still die."""
 
 CLEARED_TOKENS, CLEARED_SECONDS = 512, 60.0
-"""So many tokens elsewhere, after so long, clear a request of an engine's death."""
+"""Tokens that a request must get elsewhere, and seconds that it must last, to be cleared of an engine's death."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ PROBLEMS_SHOWN = 4
 """Replicas of which an update's line names the problem."""
 
 WAITED_SHOWN = 16
-"""Of the members that are waited for; the rest is counted."""
+"""Most members named among those that are waited for; the rest is counted."""
 
 
 def asker_of(caller: Caller) -> page_pb2.PageAsker:

@@ -22,7 +22,7 @@ MOST = 200
 
 
 PAGE_BYTES = 16 << 20
-"""Of one answer, unless a single update has more: clients accept messages a few times as large."""
+"""Most bytes of one answer, unless a single update has more: clients accept messages a few times as large."""
 
 
 async def find_update(ledger: Ledger, request: manager_pb2.GetUpdateRequest) -> Record:

@@ -27,10 +27,10 @@ from ckpt_engine.planning.update import Holding, PlanQuestion
 
 FILES = "files"
 MOST = 8192
-"""Of ranks and of workers in all: a plan of more would take minutes, and say nothing new."""
+"""Most ranks, and most workers in all: a plan of more would take minutes, and say nothing new."""
 
 MOST_GPUS = 64
-"""Of a host."""
+"""Most GPUs of a host."""
 
 
 @dataclass(frozen=True)

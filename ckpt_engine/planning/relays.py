@@ -55,7 +55,8 @@ class Relays:
     why: Mapping[str, str]  # for each relay a sentence: why it is filled, or not
     unreached: Mapping[str, str]  # why relays that replicas wait for cannot be filled
     asks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Of relays that are filled together: by relay that it asks (empty: an origin), the share of the bytes."""
+    """By relay that is filled together with others, the share of its bytes by the relay that it asks (empty: an
+    origin)."""
 
 
 def relay_name(host: str) -> str:

@@ -53,7 +53,7 @@ def _held_by(offer: PlannedOffer, kind: int, sources: Collection[str]) -> Partit
 
 
 Distance = Callable[[str], int | None]
-"""Of a source from a relay, by the source's id; None: it is out of reach."""
+"""How far a source is from a relay, by the source's id; None: it is out of reach."""
 
 
 def bytes_by_source(

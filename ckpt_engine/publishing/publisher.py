@@ -29,7 +29,7 @@ Files = tuple[tuple[str, int, int, int, int, int], ...]
 """Each file: path, device, inode, bytes, and the times (nanoseconds) of the last change of content and of inode."""
 
 STALE_HEARTBEATS = 3
-"""Within so many heartbeats a replica has reported that it serves."""
+"""Heartbeats within which a replica has reported that it serves."""
 
 log = logging.getLogger("ckpt_engine.publishing")
 

@@ -29,7 +29,8 @@ AHEAD = 2
 """Chunks that are asked of one relay at a time: one comes while the next one is asked for."""
 
 LOOK_SECONDS = 0.2
-"""Between two looks at a filling, and between two rounds of questions for chunks that no relay in the order brings."""
+"""Seconds between two looks at a filling, and between two rounds of questions for chunks that no relay in the order
+has."""
 
 SLOW_SECONDS = 10.0
 """Once half of the relays that are asked have sent all they were asked for, one is left for the next in the order if

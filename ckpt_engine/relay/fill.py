@@ -28,7 +28,7 @@ from ckpt_engine.v1.weights_pb2 import Problem
 NAMED = 16
 
 Memory = Callable[[int, tuple[int, ...], torch.dtype], torch.Tensor]
-"""From (offset in the slot, shape, dtype) to writable memory."""
+"""Gives writable memory: (offset in the slot, shape, dtype) to a tensor."""
 
 Arrived = Callable[[Collection[int]], None]
 """Takes cells that lie in the slot as they were sealed, and are not written any more; on the filling's thread."""

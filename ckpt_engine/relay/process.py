@@ -49,7 +49,7 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 log = logging.getLogger("ckpt_engine.relay")
 
 PROGRESS_SECONDS = 0.5
-"""At least, between two reports of a filling's progress."""
+"""Least seconds between two reports of a filling's progress."""
 
 LOOKERS_SECONDS = 0.5
 """How long agents that look for a relay may have the directory's lock."""

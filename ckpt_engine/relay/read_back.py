@@ -51,7 +51,7 @@ class _Stage:
         self._memory = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", gpu))
 
     def memory(self, size: int) -> torch.Tensor:
-        """So many bytes of it; allocates other memory if it has fewer."""
+        """The first `size` bytes of it; allocates other memory if it has fewer."""
         if size > self._memory.numel():
             self._memory = torch.empty(size, dtype=torch.uint8, device=self._memory.device)
         return self._memory[:size]

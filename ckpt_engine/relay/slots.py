@@ -52,7 +52,7 @@ from ckpt_engine.v1.weights_pb2 import (
 log = logging.getLogger("ckpt_engine.relay")
 
 CLOSE_SECONDS = 10.0
-"""For a stopped filling to end: it checks after each batch."""
+"""Seconds for a stopped filling to end: it checks after each batch."""
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ class Sources:
         )
 
     def begin(self) -> None:
-        """Before each filling, checks that the sources are unchanged, and asks them to stay so for now."""
+        """Checks that the sources are unchanged, and asks them to stay so for now. Called before each filling."""
         self._lost.clear()
         for opened in self._each():
             try:
@@ -128,7 +128,7 @@ class Sources:
         return next((self._lost[id(each.opened)] for each in readings if id(each.opened) in self._lost), None)
 
     def end(self) -> None:
-        """After each filling, tells the sources that nothing is read for now."""
+        """Tells the sources that nothing is read for now. Called after each filling."""
         for opened in self._each():
             if isinstance(opened, Leased):
                 opened.rest()

@@ -21,7 +21,7 @@ from ckpt_engine.v1.weights_pb2 import SealedRecord, SourceTable, WorkerNeeds
 MessageT = TypeVar("MessageT", bound=Message)
 
 Fetch = Callable[[Sequence[BlobRef], float], Sequence[bytes]]
-"""From (blobs, seconds) to their bytes, in order. Raises CkptEngineError."""
+"""Fetches blobs within some seconds: (blobs, seconds) to their bytes, in order. Raises CkptEngineError."""
 
 
 class RelayWork:

@@ -200,7 +200,8 @@ class _Drawing:
         return (span, align(span, within, self._began)) if has_span else guess(seconds, within)
 
     def _window(self, phase: str) -> Window:
-        """From the first begin to the last end of a phase; the whole update if the manager reports no phases."""
+        """The time from the first begin to the last end of a phase; the whole update if the manager reports no
+        phases."""
         found = [window for name, window in self._phases if name == phase]
         if not found:
             return Window(0.0, self._report.seconds)

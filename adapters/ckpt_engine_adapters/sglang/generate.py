@@ -46,7 +46,7 @@ FIELDS: Table = {
     **rules(FieldKind.NEVER, "custom_logit_processor return_hidden_states return_sampling_mask watermark", why=STATE),
     **rules(FieldKind.NEVER, "return_routed_experts routed_experts_start_len return_indexer_topk", why=EXPERTS),
 }
-"""Of a request, beside its `sampling_params`."""
+"""Fields of a request, beside its `sampling_params`."""
 
 SAMPLING: Table = {
     **rules(

@@ -182,7 +182,8 @@ class VllmTarget:
         return self._elsewhere.why(name)
 
     def staged(self) -> Collection[str]:
-        """In the form of the loader and in that of the kernels: a method may leave out, add and rename tensors."""
+        """The names in the form of the loader and in that of the kernels: a method may leave out, add and rename
+        tensors."""
         return {
             full_name(prefix, name)
             for prefix, layer in self._staged_layers.items()

@@ -245,7 +245,8 @@ class RayCluster:
             ) from None
 
     def _wait(self, timeout: float, answering: bool = False) -> None:
-        """Until all that is to be there runs and all else has left. answering: and manager and gateway answer."""
+        """Waits until all that is to be there runs, and all else has left. answering: also until manager and gateway
+        answer."""
         end = time.monotonic() + timeout
         while True:
             processes = self.status().processes

@@ -27,7 +27,7 @@ NAMESPACE = "ckpt_engine"
 """Ray's namespace of all our actors."""
 
 LEAVE_SECONDS = 75.0
-"""Until an actor that was asked to leave is ended by Ray. Longer than its process may take."""
+"""Seconds until an actor that was asked to leave is ended by Ray. Longer than its process may take."""
 
 MEMORY = "memory"
 """Ray's resource of a node's memory, in bytes."""
@@ -127,7 +127,8 @@ class ClusterPlan:
 
     @property
     def directory(self) -> Path:
-        """For what our processes keep on a node: logs, and on the head node ports, the wish and perhaps the ledger."""
+        """The directory of what our processes keep on a node: logs, and on the head node ports, the wish and perhaps
+        the ledger."""
         return Path(tempfile.gettempdir()) / f"ckpt-engine-ray-{self.name}-{self.identity}"
 
     def command(self, status: ProcessStatus, ports: Mapping[str, int], host: str) -> list[str]:

@@ -213,5 +213,5 @@ def _free_port(host: str) -> int:
 
 
 def first_line(error: Exception) -> str:
-    """Of its words, for a message."""
+    """The first line of an error's words, for a message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

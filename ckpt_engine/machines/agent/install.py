@@ -40,7 +40,7 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 Problem = weights_pb2.Problem
 
 LOOK_SECONDS = 1.0
-"""Between two looks whether a worker that brings into stage memory has been silent for too long."""
+"""Seconds between two looks whether a worker that brings into stage memory has been silent for too long."""
 
 
 class Installing(LabellingOperation):

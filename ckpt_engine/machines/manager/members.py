@@ -56,7 +56,7 @@ class Holding:
 
     @classmethod
     def of(cls, held: manager_pb2.Held) -> Holding:
-        """From what a hello says."""
+        """Makes it of what a hello says."""
         return cls(Version.of(held.identity), held.table, held.record if held.HasField("record") else None)
 
 

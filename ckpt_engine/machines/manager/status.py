@@ -210,7 +210,7 @@ def snapshot(now: Watched) -> manager_pb2.WatchReplicasResponse:
 
 
 def changes(before: Watched, now: Watched) -> manager_pb2.WatchReplicasResponse | None:
-    """What has changed; None: nothing that a watcher would act on. A new fence alone is nothing."""
+    """What has changed; None: nothing that a watcher would act on, such as a new fence alone."""
     message = manager_pb2.WatchReplicasResponse(
         fence=now.fence.message(),
         settling=now.settling,

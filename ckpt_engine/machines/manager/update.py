@@ -431,7 +431,7 @@ class InstallJob(Job):
         return [name for name in self._recipients.waiting_for() if name not in self._collective.replicas]
 
     def _listen(self) -> None:
-        """From now on it counts for how long nothing new is told."""
+        """Begins to count for how long no replica tells anything new."""
         seconds = self._course.state.deadlines.resume if self._asked_back else self._patience
         self._course.timer(CourseTimer.SILENCE, seconds)
 

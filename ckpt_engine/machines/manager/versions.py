@@ -32,7 +32,7 @@ KNOWN_ROOTS = 1000
 """The number of newest versions with remembered roots: as many as the ledger keeps reports."""
 
 EVERYBODY = ""
-"""In place of a replica's name: all replicas that receive weights in the pool without a name."""
+"""Stands for all replicas that receive weights in the pool without a name, in place of a replica's name."""
 
 
 @dataclass(frozen=True)
@@ -259,8 +259,8 @@ class Versions:
         return {commit.identity.lineage for commit in commits if commit is not None}
 
     def needed(self, registered: Collection[str]) -> set[Version]:
-        """The versions that a replica is to serve, that a newcomer would, or that a lineage committed last. registered:
-        the names of all replicas."""
+        """The versions that a replica is to serve or a newcomer would be, and those that lineages committed last.
+        registered: the names of all replicas."""
         keys = (key for key in self.desired if key in registered or key == self._everybody_with(key))
         return {self.desired[key].identity for key in keys} | {commit.identity for commit in self.last.values()}
 

@@ -33,7 +33,7 @@ class WaitEnd:
 
 @dataclass(frozen=True, slots=True)
 class ReportSearch:
-    """Key of the task that asks the ledger for one call."""
+    """Key of the task that asks the ledger on behalf of one call."""
 
     number: int
 

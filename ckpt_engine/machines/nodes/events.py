@@ -129,8 +129,8 @@ LeaderCommand: TypeAlias = (
 # ------------------------------------------------------------------------------------------------ of a follower
 
 LEADER = Peer("leader")
-"""Where a follower sends to. If a message says that there is a part of the engine, the shell fills its `workers` with
-what the page says at that moment."""
+"""The peer to which a follower sends. If a message says that there is a part of the engine, the shell fills its
+`workers` with what the page says at that moment."""
 
 
 @dataclass(frozen=True)

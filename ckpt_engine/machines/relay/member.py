@@ -21,7 +21,7 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 KIND = "relay"
 
 LET_GO_SECONDS = 600.0
-"""For a filling that still reads what is to be let go of."""
+"""Seconds for a filling that still reads what is to be let go of."""
 
 
 class RelayMachine(HolderMachine):

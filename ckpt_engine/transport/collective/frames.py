@@ -9,7 +9,7 @@ import time
 from ckpt_engine.core.problems import internal
 
 CALL_SECONDS = 5.0
-"""For one question to the meeting; after that the lead counts as gone."""
+"""Seconds for one question to the meeting; after that the lead counts as gone."""
 
 LONGEST_WORD = 64 << 10
 """Bytes of a message; NCCL's id has 128, Gloo's addresses some hundred."""

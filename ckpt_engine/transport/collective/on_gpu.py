@@ -25,7 +25,7 @@ AHEAD = 6
 """Rounds that are queued at a time: the GPU never waits for the host, and few are left when it is aborted."""
 
 DRAIN_SECONDS = 10.0
-"""For aborted work to end. It takes milliseconds unless a GPU hangs."""
+"""Seconds for aborted work to end. It takes milliseconds unless a GPU hangs."""
 
 _ID = "nccl id"
 _HANDSHAKE_BYTES = 64

@@ -17,8 +17,8 @@ from ckpt_engine.core.collective import Exchange, Schedule
 from ckpt_engine.core.problems import invalid
 
 Places = Callable[[int, Box], Sequence[torch.Tensor]]
-"""From a tensor's index in the manifest and a box to the memory of this member that holds it, each of the box's shape:
-of a source one, in any dtype that casts to the served one; of a worker all places where it belongs."""
+"""Finds memory: a tensor's index in the manifest and a box to the memory of this member that holds it, each of the
+box's shape: of a source one, in any dtype that casts to the served one; of a worker all places where it belongs."""
 
 
 class Copies(Protocol):

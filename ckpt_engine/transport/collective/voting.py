@@ -14,7 +14,7 @@ from ckpt_engine.transport.collective.frames import CALL_SECONDS
 from ckpt_engine.transport.collective.meeting import Attendance
 
 ASK_SECONDS = 0.002
-"""Between two questions at least, unless there is a decision: all members are paused meanwhile."""
+"""Least seconds between two questions, unless there is a decision: all members are paused meanwhile."""
 
 LONGEST_ASK_SECONDS = 0.02
 """The same for a member that has waited for long."""

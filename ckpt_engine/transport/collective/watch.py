@@ -12,7 +12,7 @@ from ckpt_engine.core.problems import CkptEngineError, deadline, unavailable
 from ckpt_engine.transport.collective.meeting import Attendance
 
 HEAR_SECONDS = 0.1
-"""Between two polls."""
+"""Seconds between two polls."""
 
 _JOIN_SECONDS = 30.0
 

@@ -28,7 +28,7 @@ NOT_SHAREABLE, LEGACY, PIECES = (
 )
 
 Look = Callable[[int], tuple[Allocation, Kind]]
-"""From an address to the allocation in which it lies, and how that can be shared."""
+"""Finds the allocation in which an address lies, and how that can be shared."""
 
 
 @dataclass(frozen=True, slots=True)

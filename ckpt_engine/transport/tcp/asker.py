@@ -66,7 +66,7 @@ _GATHERED = 256
 """Short runs that are received in one call."""
 
 _POLL_SECONDS = 100e-6
-"""Between two looks at a chunk that a carrier reads."""
+"""Seconds between two looks at a chunk that a carrier reads."""
 
 _unreached: dict[bytes, float] = {}
 """By locator, which a relay that starts again changes: until when (monotonic seconds)."""

@@ -37,13 +37,13 @@ log = logging.getLogger("ckpt_engine.relay")
 
 
 MOST_CONNECTIONS = 512
-"""At a time; further ones are closed at once."""
+"""Most connections at a time; further ones are closed at once."""
 
 MOST_STRANGERS = 64
 """How many of those connections may have shown no token yet."""
 
 FIRST_SECONDS = 10.0
-"""From a connection to the end of its greeting, certificates included."""
+"""Seconds from a connection to the end of its greeting, certificates included."""
 
 SEND_SECONDS = 60.0
 """How long an asker may take nothing of what it asked for."""
@@ -52,7 +52,7 @@ IDLE_TURNS = 10
 """Times SEND_SECONDS without a question until a connection is closed."""
 
 PULSE_SECONDS = 1.0
-"""Between two messages to an asker that waits for a chunk."""
+"""Seconds between two messages to an asker that waits for a chunk."""
 
 MOST_PLACES = 64
 """Chunks that one asker may read in this relay's memory at a time."""

@@ -20,7 +20,7 @@ IN_FLIGHT = 6
 """Reads that are begun at a time; a request has at most some MiB."""
 
 NAP_SECONDS = 50e-6
-"""Between two polls of reads none of which has ended."""
+"""Seconds between two polls of reads none of which has ended."""
 
 PREPARED = 4096
 """Reads that stay prepared for repetition."""

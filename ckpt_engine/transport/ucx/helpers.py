@@ -28,13 +28,13 @@ from ckpt_engine.transport.ucx.settings import helper_environment
 log = logging.getLogger(__name__)
 
 START_SECONDS = 60.0
-"""For a process to start, and for NIXL to find its devices."""
+"""Seconds for a process to start, and for NIXL to find its devices."""
 
 KILL_SECONDS = 30.0
-"""For a killed process to end. A driver may hold it longer; then the relay ends instead of its helper."""
+"""Seconds for a killed process to end. A driver may hold it longer; then the relay ends instead of its helper."""
 
 ANSWER_SECONDS = 60.0
-"""For a helper to register memory: the kernel may have to pin all of it."""
+"""Seconds for a helper to register memory: the kernel may have to pin all of it."""
 
 
 class Helper:

@@ -25,7 +25,7 @@ REQUEST_BYTES = 8 << 20
 """The most of one request to a helper: the unit of progress, and what lanes take in turns."""
 
 LEAST_BYTES = 256 << 10
-"""Of a request, where a chunk is cut so that all lanes carry some of it."""
+"""Least bytes of a request, where a chunk is cut so that all lanes carry some of it."""
 
 MOST_LANES = 64
 """The most of an owner; a host has no more network devices."""
