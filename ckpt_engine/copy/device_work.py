@@ -48,10 +48,10 @@ def _segment_bytes(side: Side) -> int:
 
 
 class Segment(NamedTuple):
-    """`queue(stream)` queues work of `bytes` on a stream, by its handle; it is also torch's current stream."""
+    """A part of the work, in its place in the order."""
 
     bytes: int
-    queue: Callable[[int], None]
+    queue: Callable[[int], None]  # queues it on a stream, given by its handle, which is also torch's current stream
 
 
 class DeviceWork:

@@ -96,7 +96,7 @@ def update_steps(mode: manager_pb2.Mode, sleeping: Sleeping) -> tuple[SleepStep,
 def sleep_steps(
     mode: manager_pb2.Mode, sleeping: Sleeping, level: int, levels: Collection[int], whole: bool = True
 ) -> tuple[tuple[SleepStep, ...], Sleeping]:
-    """The steps that put an engine to sleep, and its sleep then. levels: those that the engine supports.
+    """The steps that put an engine to sleep, and how deeply it sleeps then. levels: those that the engine supports.
 
     The gate closes first, and no worker calls weights clean that are about to be discarded. A half-awake engine is
     fully woken first, since engines cannot release memory twice. Its requests are ended before that, and torn weights

@@ -28,7 +28,7 @@ class GatewayDoor:
             raise unauthenticated("this gateway requires a token: send it as a bearer token")
         caller = self._tokens.caller(credentials[len(BEARER) :].strip())
         if caller is None:
-            raise unauthenticated("this gateway does not know the token")
+            raise unauthenticated("this gateway does not know this token: its SHA-256 is not in the file of --tokens")
         if not look:
             caller.require_any("client")
         return True

@@ -53,7 +53,7 @@ def load(handover: Handover, target: LoadTarget, weights: Weights, tensors: Mapp
         raise weight_feed.error
     if not weight_feed.exhausted:
         raise internal(
-            f"the engine's loader stopped after {weight_feed.last}, and did not when it was recorded",
+            f"the engine's loader stopped after {weight_feed.last}; when it was recorded, it went on",
             [weight_feed.last],
         )
     tensors_now = dict(target.named_tensors())

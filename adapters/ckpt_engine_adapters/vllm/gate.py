@@ -212,7 +212,7 @@ class VllmGate(Gate):
                 await engine.update_weight_version(label)
             await engine.resume_generation()
         except Exception:
-            log.warning("ckpt-engine: vLLM was not resumed as %s; its agent asks again", label, exc_info=True)
+            log.warning("ckpt-engine: vLLM did not resume itself with version %s; its agent will", label, exc_info=True)
             return None
         return label
 
