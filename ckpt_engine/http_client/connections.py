@@ -201,6 +201,8 @@ class Connections:
             raise UnreachableError(f"no connection within {seconds:g} s") from error
         except ssl.SSLError as error:
             raise ConnectError(f"no TLS with it: {error}") from error
+        except ConnectionRefusedError as error:
+            raise UnreachableError("nothing listens there") from error
         except (OSError, UnicodeError) as error:
             raise UnreachableError(f"no connection: {error}") from error
         if connection.closed:  # its end has been reported already
