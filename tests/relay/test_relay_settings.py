@@ -89,3 +89,5 @@ def test_an_address_that_leads_to_nobody_else_is_not_told_to_others() -> None:
         RelaySettings("127.0.0.1:50051", 8 << 20, listen="0.0.0.0:0").network()
     with pytest.raises(CkptEngineError, match="--listen 'here' is not an address"):
         RelaySettings(MANAGER, 8 << 20, listen="here")
+    with pytest.raises(CkptEngineError, match="--metrics 'there' is not an address"):
+        RelaySettings(MANAGER, 8 << 20, metrics="there")
