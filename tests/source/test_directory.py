@@ -220,6 +220,12 @@ def test_what_is_no_file_of_bytes_is_refused_and_not_waited_for(tmp_path: Path) 
     assert "not a regular file" in refused[0].message
 
 
+def test_a_file_that_ends_within_its_header_is_refused_with_both_lengths(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes((100).to_bytes(8, "little") + b'{"x"')
+    assert "12 bytes, of which the header would be 100" in problem_of(file).message
+
+
 def test_a_header_beyond_the_limit_is_not_even_read(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     with file.open("wb") as sparse:
