@@ -35,9 +35,10 @@ def what_is_held_is_installed_from_relays_only(patch: Patch) -> None:
         identity: weights_pb2.Identity,
         planned: Collection[str],
         why: Mapping[str, Problem],
+        otherwise: str,
         never: str,
     ) -> None:
-        original(self, identity, planned, why, "")
+        original(self, identity, planned, why, otherwise, "")
 
     patch.setattr(Recipients, "take_ways", take_ways)
 
