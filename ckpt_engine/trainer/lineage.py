@@ -43,25 +43,27 @@ def resolve_rank(rank: object, world_size: object, environment: Mapping[str, str
 def _launched(environment: Mapping[str, str]) -> tuple[int, int]:
     """Which process of those that were started together this one is, and how many they are.
 
-    Raises INVALID_ARGUMENT if only one of torchrun's variables is set, or one is not a number: as rank 0 of 1 it might
-    publish a part of the weights as all of them. SLURM_STEP_NUM_TASKS is set for what srun starts. A batch script has
-    SLURM_PROCID and SLURM_NTASKS, too, but is one process. A worker of Ray has the variables of the step that started
-    Ray, whose ranks are not Ray's workers.
+    Raises INVALID_ARGUMENT if one of torchrun's variables tells of several ranks, and the other is not a number: as
+    rank 0 of 1 it might publish a part of the weights as all of them. SLURM_STEP_NUM_TASKS is set for what srun starts.
+    A batch script has SLURM_PROCID and SLURM_NTASKS, too, but is one process. A worker of Ray has the variables of the
+    step that started Ray, whose ranks are not Ray's workers.
     """
     pairs = [TORCHRUN]
     if RAY_WORKER not in environment:
         pairs.append(("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
     for names in pairs:
-        rank, size = (environment.get(name, "") for name in names)
-        if all(each.isascii() and each.isdigit() for each in (rank, size)):
-            return int(rank), int(size)
-    rank, size = (environment.get(name, "") for name in TORCHRUN)
-    if (rank, size) not in (("", ""), ("0", ""), ("", "1")):
-        raise invalid(
-            f"RANK is {rank or 'not set'} and WORLD_SIZE is {size or 'not set'}: set both, as torchrun does, or give "
-            "rank and world_size"
-        )
+        rank, size = (_number(environment.get(name, "")) for name in names)
+        if rank is not None and size is not None:
+            return rank, size
+    rank, size = (_number(environment.get(name, "")) for name in TORCHRUN)
+    if (rank or 0) > 0 or (size or 1) > 1:
+        said = " and ".join(f"{name} is {environment.get(name) or 'not set'}" for name in TORCHRUN)
+        raise invalid(f"{said}: set both to numbers, as torchrun does, or give rank and world_size")
     return 0, 1
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() else None
 
 
 def resolve_lineage(lineage: str | None, rank: int, world_size: int, environment: Mapping[str, str]) -> str:

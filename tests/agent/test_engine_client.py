@@ -91,6 +91,8 @@ async def test_one_that_says_no_more_is_given_up_at_the_deadline(answer: bytes) 
 
 async def test_nobody_there_is_no_answer() -> None:
     client = EngineClient(f"http://127.0.0.1:{free_port()}")
-    with pytest.raises(EngineCallError, match=r"GET /health: no answer within 60\.0 s: nothing listens there") as raised:
+    with pytest.raises(
+        EngineCallError, match=r"GET /health: no answer within 60\.0 s: nothing listens there"
+    ) as raised:
         await client.call("GET", "/health", 60)
     assert not raised.value.answered

@@ -58,6 +58,9 @@ def test_names_have_a_length(name: str) -> None:
         ((None, None), {"RANK": "2", "WORLD_SIZE": "4"}, (2, 4)),
         ((0, 1), {"RANK": "2", "WORLD_SIZE": "4"}, (0, 1)),
         ((1, 2), {}, (1, 2)),
+        ((None, None), {"RANK": "nonsense", "WORLD_SIZE": "nonsense"}, (0, 1)),
+        ((None, None), {"RANK": "0"}, (0, 1)),
+        ((None, None), {"WORLD_SIZE": "1"}, (0, 1)),
         ((None, None), {"WORLD_SIZE": "4", "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}, (2, 4)),
         ((None, None), {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}, (2, 4)),
         ((0, 1), {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}, (0, 1)),
@@ -78,7 +81,7 @@ def test_a_rank_is_as_given_or_that_of_what_started_it(
     [
         ({"RANK": "1"}, "RANK is 1 and WORLD_SIZE is not set"),
         ({"WORLD_SIZE": "2"}, "RANK is not set and WORLD_SIZE is 2"),
-        ({"RANK": "a", "WORLD_SIZE": "2"}, "RANK is a and WORLD_SIZE is 2: set both"),
+        ({"RANK": "a", "WORLD_SIZE": "2"}, "RANK is a and WORLD_SIZE is 2: set both to numbers"),
     ],
 )
 def test_one_of_several_is_not_silently_the_only_one(environment: dict[str, str], words: str) -> None:
