@@ -7,7 +7,7 @@ import pytest
 from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.machines.events import Peer
-from ckpt_engine.machines.manager.members import Members
+from ckpt_engine.machines.manager.members import Members, ShutWays
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 HOST = weights_pb2.Host(boot_id="host", name="machine")
@@ -132,3 +132,18 @@ def test_who_makes_other_digests_is_refused_with_words(kind: str, its: int) -> N
     assert caught.value.problem.code == weights_pb2.Problem.FAILED_PRECONDITION, "it goes on as it is and asks again"
     assert {"replica": "replica 'replica'", "trainer": "rank 0", "relay": "relay h1"}[kind] in str(caught.value)
     assert SECOND not in members.by_peer
+
+
+def test_what_a_new_worker_could_not_open_is_kept_before_it_is_known_itself() -> None:
+    """Its agent's heartbeat, which names the worker, may come a little later; those that are gone are forgotten then."""
+    shut = ShutWays()
+    ways = [
+        weights_pb2.Unopened(boot_id=boot, transport="shared_memory", locator=b"region", reason="it is gone")
+        for boot in (b"old", b"new")
+    ]
+    old, new = (manager_pb2.WorkerStatus(boot_id=each.boot_id) for each in ways)
+    shut.note([old], ways[:1])
+    shut.note([old], ways[1:])
+    assert shut.unopened([b"old", b"new"]) == ways
+    shut.note([new], [])
+    assert shut.unopened([b"old", b"new"]) == ways[1:]
