@@ -135,7 +135,7 @@ def test_who_makes_other_digests_is_refused_with_words(kind: str, its: int) -> N
 
 
 def test_what_a_new_worker_could_not_open_is_kept_before_it_is_known_itself() -> None:
-    """Its agent's heartbeat, which names the worker, may come a little later; those that are gone are forgotten then."""
+    """Its agent's heartbeat, which names the worker, may come a little later; then gone ones are forgotten."""
     shut = ShutWays()
     ways = [
         weights_pb2.Unopened(boot_id=boot, transport="shared_memory", locator=b"region", reason="it is gone")
