@@ -85,6 +85,7 @@ WITHOUT_TENSORS = (
     "ckpt_engine_adapters.reference.driver",
     "ckpt_engine_adapters.vllm.driver",
     "ckpt_engine_adapters.sglang.driver",
+    "ckpt_engine_adapters.transformers_serve.driver",
 )
 """What a manager and the agent beside an engine load: tensors would cost each of them seconds and 130 MB."""
 

@@ -65,8 +65,8 @@ class GenerateServer(DemoServer):
 
 def server_of(engine: str) -> DemoServer:
     """How the demo starts an engine of this kind. Raises UnknownAdapterError if its adapter does not say."""
-    place = engine_kind(engine).demo
-    if not place:
-        raise UnknownAdapterError(f"the adapter of engine {engine!r} does not say how the demo would start one")
-    server: DemoServer = resolve_name(place)
+    kind = engine_kind(engine)
+    if not kind.demo:
+        raise UnknownAdapterError(f"the adapter of engine {kind.name!r} does not say how the demo would start one")
+    server: DemoServer = resolve_name(kind.demo)
     return server

@@ -63,7 +63,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_commands_list_them() -> None:
     shown = command("agent", "-h").stdout
-    assert "lost|misnamed|reference|sglang|toy|vllm" in shown.replace("\n", "").replace(" ", "")
+    assert "lost|misnamed|reference|sglang|toy|transformers|vllm" in shown.replace("\n", "").replace(" ", "")
     assert "borrowed" in shown
     assert "It is a toy." in command("engines", "toy").stdout
     every = command("engines").stdout

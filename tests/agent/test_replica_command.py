@@ -17,7 +17,7 @@ def command() -> typer.Typer:
 
 
 WRONG = [
-    (["--engine", "sglong"], "'sglong' is not one of 'reference', 'sglang', 'vllm'"),
+    (["--engine", "sglong"], "'sglong' is not one of 'reference', 'sglang', 'transformers', 'vllm'"),
     (["--engine", "reference", "--mode", "hybrit"], "'hybrit' is not one of 'standalone', 'hybrid', 'colocated'"),
     (["--engine", "vllm", "--tensor-parallel", "2"], "An argument of the engine stands behind --"),
     (["--engine", "reference", "--manager", "nowhere"], "must be HOST:PORT, not 'nowhere'"),

@@ -139,7 +139,8 @@ def test_a_name_that_nobody_has(run: Run, manager: str) -> None:
             ["agent", "--manager", "a:1", "--engine", "vllm", "--url", "a:2"],
             "not the URL of an HTTP server: try 'http://a:2'",
         ),
-        (["demo", "--engine", "tgi"], "'tgi' is not one of 'reference', 'sglang', 'vllm'"),
+        (["demo", "--engine", "tgi"], "'tgi' is not one of 'reference', 'sglang', 'transformers', 'vllm'"),
+        (["demo", "--engine", "transformers"], "of engine 'transformers' does not say how the demo would start one"),
         (["engines", "tgi"], "'tgi' is not one of"),
         (["rollback", "--version", "three"], "'--version': must be a valid integer"),
         (["update"], "--checkpoint or --from-directory: name one of them"),
@@ -338,7 +339,8 @@ def test_the_base_leaves_out_what_is_large() -> None:
     base = {re.split(r"[<>=\[]", name)[0] for name in project["dependencies"]}
     assert not base & {"torch", "numba", "transformers", "ray"}
     extras_there = project["optional-dependencies"]
-    assert set(extras_there) == {"trainer", "relay", "relay-ucx", "demo", "vllm", "sglang", "trl", "verl", "ray", "dev"}
+    engines = {"sglang", "transformers", "vllm"}
+    assert set(extras_there) == {"trainer", "relay", "relay-ucx", "demo", *engines, "trl", "verl", "ray", "dev"}
     for extra in set(extras_there) - {"dev"}:
         assert not [each for each in extras_there[extra] if "<" in each or "==" in each], "users choose versions"
 

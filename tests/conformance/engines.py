@@ -22,9 +22,10 @@ from ckpt_engine.engine.adapter import Capabilities, load_adapter
 from ckpt_engine.gate.gate import Gate
 from ckpt_engine_adapters.reference.gate import ReferenceGate
 from ckpt_engine_adapters.sglang.gate import SglangGate
+from ckpt_engine_adapters.transformers_serve.gate import TransformersGate
 from ckpt_engine_adapters.vllm.gate import VllmGate
 from tests.cluster import Cluster, Replica
-from tests.engines import sglang_server, vllm_server
+from tests.engines import sglang_server, transformers_server, vllm_server
 
 OTHER_VERSION = Path(__file__).parent / "other_version"
 """On PYTHONPATH it makes an engine say that it is 99.1.0."""
@@ -182,11 +183,9 @@ class Reference(Engine):
 
     def start_other_version(self, cluster: Cluster, name: str, model: Path, environment: Mapping[str, str]) -> Replica:
         """Other metadata come first where the server starts, and not where the agent does: its Python is a wrapper."""
-        metadata = cluster.path / "ckpt_engine-99.1.0.dist-info"
-        metadata.mkdir()
-        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: ckpt-engine\nVersion: 99.1.0\n")
+        folder = metadata_of(cluster.path, "ckpt-engine")
         wrapper = cluster.path / "python"
-        wrapper.write_text(f'#!/bin/sh\ncd "{cluster.path}" && exec "{sys.executable}" "$@"\n')
+        wrapper.write_text(f'#!/bin/sh\ncd "{folder}" && exec "{sys.executable}" "$@"\n')
         wrapper.chmod(0o755)
         start = "import sys; from ckpt_engine.cli import main; sys.executable, *sys.argv[1:] = sys.argv[1:]; main()"
         command = [sys.executable, "-c", start, str(wrapper), "agent", "--manager", cluster.address]
@@ -287,6 +286,50 @@ class Sglang(Engine):
         return [Span(int(each["version"].split(":")[0]), each["start"], each["end"]) for each in told]
 
 
+class Transformers(Engine):
+    """transformers' own server, in the environment of the tests. Its version is that of its package's metadata."""
+
+    kind = "transformers"
+    gate = TransformersGate
+    leaves_out = "model.layers.0.self_attn.rotary_emb.inv_freq"
+
+    def why_not_here(self) -> str:
+        return transformers_server.why_not_here()
+
+    def start(
+        self, cluster: Cluster, name: str, model: Path, options: Sequence[str], environment: Mapping[str, str]
+    ) -> Replica:
+        return transformers_server.start_transformers(cluster, name, model, options=options, environment=environment)
+
+    def start_other_version(self, cluster: Cluster, name: str, model: Path, environment: Mapping[str, str]) -> Replica:
+        path = os.pathsep.join((str(OTHER_VERSION), str(metadata_of(cluster.path, "transformers"))))
+        return self.start(cluster, name, model, (), {**environment, "PYTHONPATH": path})
+
+    def request(self, prompt: Sequence[int], count: int, stream: bool) -> tuple[str, dict[str, Any]]:
+        body = {"prompt": transformers_server.text_of(prompt), "max_tokens": count, "temperature": 0, "stream": stream}
+        return "/v1/completions", body
+
+    def read(self, body: Any) -> tuple[Sequence[int], str]:
+        choice = body["choices"][0]
+        return transformers_server.tokens_of(choice["text"]), choice["finish_reason"]
+
+    def read_event(self, event: Any, before: int) -> tuple[Sequence[int], str]:
+        """An event with an error is the last one of a request that was ended early."""
+        if "error" in event:
+            return [], "abort"
+        choice = event["choices"][0]
+        return transformers_server.tokens_of(choice["text"]), choice.get("finish_reason") or ""
+
+
+def metadata_of(path: Path, package: str) -> Path:
+    """A folder with metadata that say that `package` is 99.1.0, for the front of PYTHONPATH."""
+    folder = path / "other-metadata"
+    metadata = folder / f"{package.replace('-', '_')}-99.1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 99.1.0\n")
+    return folder
+
+
 def other_version(module: str, path: str) -> dict[str, str]:
     """The environment in which an engine that keeps its version in `module` says 99.1.0. path: its PYTHONPATH."""
     return {
@@ -313,4 +356,4 @@ def _headers(response: httpx.Response) -> dict[str, str]:
     return {field: headers.get(header, "") for field, header in named.items()}
 
 
-ENGINES: tuple[Engine, ...] = (Reference(), Vllm(), Sglang())
+ENGINES: tuple[Engine, ...] = (Reference(), Vllm(), Sglang(), Transformers())

@@ -38,7 +38,7 @@ def test_this_host_can_share_memory() -> None:
     assert rows["software", "protobuf"]["result"] == "ok"
     assert rows["relay", "memory that only a relay writes"]["result"] == "ok"
     assert " left, of which " in rows["relay", "relay's memory"]["detail"]
-    assert {name for group, name in rows if group == "engines"} == {"reference", "sglang", "vllm"}
+    assert {name for group, name in rows if group == "engines"} == {"reference", "sglang", "transformers", "vllm"}
     assert not [row for row in told["checks"] if row["group"] == "doctor"], "a check failed to run"
     assert told["ok"] is True
     assert done.returncode == 0

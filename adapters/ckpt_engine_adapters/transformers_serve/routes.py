@@ -1,0 +1,90 @@
+"""The agent's routes into a transformers server, below /ckpt_engine/, which the gate keeps for the agent. They
+translate; served.py acts.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter, HTTPException
+from pydantic import BaseModel, ConfigDict, Field
+
+from ckpt_engine_adapters.transformers_serve.gate import STATE_ROUTE
+from ckpt_engine_adapters.transformers_serve.generation import Mode
+from ckpt_engine_adapters.transformers_serve.served import NotPausedError, ServedModel
+
+
+class Call(BaseModel):
+    """seconds: that it may take; then it is answered 504."""
+
+    model_config = ConfigDict(extra="forbid")
+    seconds: float = Field(gt=0)
+
+
+class PauseCall(Call):
+    mode: Mode
+
+
+class InstallCall(Call):
+    epoch: int
+
+
+class ScoreCall(Call):
+    tokens: list[int] = Field(min_length=1)
+    more: int = Field(ge=0)
+
+
+def agents_routes(served: ServedModel) -> APIRouter:
+    """The routes of one served model."""
+    router = APIRouter(include_in_schema=False)
+
+    @router.get(STATE_ROUTE)
+    async def state() -> dict[str, Any]:
+        return {"version": version("transformers"), "paused": served.paused}
+
+    @router.post("/ckpt_engine/pause")
+    async def pause(call: PauseCall) -> None:
+        try:
+            await served.pause(call.mode, call.seconds)
+        except TimeoutError as error:
+            raise _too_late(error) from None
+        except RuntimeError as error:
+            raise HTTPException(500, str(error)) from error
+
+    @router.post("/ckpt_engine/resume")
+    async def resume(call: Call) -> None:
+        try:
+            await served.resume(call.seconds)
+        except TimeoutError as error:
+            raise _too_late(error) from None
+
+    @router.post("/ckpt_engine/prepare")
+    async def prepare(call: Call) -> dict[str, bool]:
+        try:
+            return {"done": await served.prepare(call.seconds)}
+        except TimeoutError as error:
+            raise _too_late(error) from None
+
+    @router.post("/ckpt_engine/install")
+    async def install(call: InstallCall) -> dict[str, bool]:
+        try:
+            return {"done": await served.install(call.epoch, call.seconds)}
+        except NotPausedError as error:
+            raise HTTPException(409, str(error)) from None
+        except TimeoutError as error:
+            raise _too_late(error) from None
+
+    @router.post("/ckpt_engine/score")
+    async def score(call: ScoreCall) -> dict[str, list[Any]]:
+        try:
+            prompt, output, values = await served.score(call.tokens, call.more, call.seconds)
+        except TimeoutError as error:
+            raise _too_late(error) from None
+        return {"prompt": prompt, "output": output, "output_log_probabilities": values}
+
+    return router
+
+
+def _too_late(error: TimeoutError) -> HTTPException:
+    return HTTPException(504, str(error) or "it takes longer than the call allows, and may go on")
