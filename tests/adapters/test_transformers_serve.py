@@ -7,14 +7,18 @@ tests/conformance.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpx
 import pytest
 import pytest_asyncio
 import torch
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import StreamingResponse
 from safetensors.torch import load_file
 
 from ckpt_engine.engine.programs import kind_of
@@ -22,6 +26,7 @@ from ckpt_engine.record.record import record
 from ckpt_engine.v1 import weights_pb2
 from ckpt_engine_adapters.transformers_serve import driver
 from ckpt_engine_adapters.transformers_serve.command import WRAPPER
+from ckpt_engine_adapters.transformers_serve.versions import TokenVersions, VersionedAnswers
 from tests.conformance.weights import load, of_either_version, of_one_version
 from tests.engines.transformers_server import why_not_here
 from tests.tiny_model import decisive_prompts, make_tiny_qwen3, reference_tokens
@@ -189,7 +194,10 @@ class Serving:
         self.live = make_tiny_qwen3(path, OLD, weights=False)
         # Pages of few tokens, so that requests with the same beginning could share some.
         config = ContinuousBatchingConfig(page_size=8, num_blocks=64, max_batch_tokens=64)
-        self.generation = PausableGeneration(config)
+        self.held = OLD
+        self.versions = TokenVersions(lambda: self.held)
+        self.versions.renew()
+        self.generation = PausableGeneration(self.versions, config)
         self.thread = ThreadPoolExecutor(1)
         self.prompt = decisive_prompts(self.models[NEW], 1, 32, length=20)[0]
         self._asked = 0
@@ -205,6 +213,7 @@ class Serving:
         self.generation.init_cb(self.live, config)
         self._asked += 1
         inputs, name = {"input_ids": list(self.prompt)}, f"request-{self._asked}"
+        assert self.versions.open(name)
         answer = await self.generation.generate_non_streaming(self.live, Words(), inputs, config, request_id=name)
         return list(answer[2])
 
@@ -219,6 +228,11 @@ class Serving:
                 if any(state.generated_len() >= BEGUN for state in scheduler.active_requests.values()):
                     return request
                 await self.on_thread(self.generation._step)
+
+    def install(self) -> None:
+        """The new version, while the loop stands still."""
+        load(self.live, self.models[NEW])
+        self.held = NEW
 
     def made_by(self, version: int, tokens: Sequence[int]) -> bool:
         return of_one_version([self.models[version]], self.prompt, tokens)
@@ -239,14 +253,13 @@ async def serving(tmp_path: Path) -> AsyncIterator[Serving]:
 
 @pytest.mark.parametrize("mode", ["keep", "abort", "wait", "in_place"])
 async def test_a_running_request_ends_as_the_pause_mode_says(serving: Serving, mode: str) -> None:
-    from fastapi import HTTPException
-
     running = await serving.begun()
+    name = f"request-{serving._asked}"
     later = asyncio.create_task(serving.ask(32))
     await asyncio.sleep(0)
     await serving.on_thread(serving.generation.pause, mode, 60.0)
     await serving.on_thread(serving.generation.pause, mode, 60.0)
-    load(serving.live, serving.models[NEW])
+    serving.install()
     await asyncio.sleep(0.05)
     assert not later.done(), "a step was computed during the pause"
     await serving.on_thread(serving.generation.resume)
@@ -259,14 +272,24 @@ async def test_a_running_request_ends_as_the_pause_mode_says(serving: Serving, m
         case "keep":
             tokens = await running
             assert len(tokens) == COUNT
-            assert serving.made_by(OLD, tokens[:BEGUN])
-            assert not serving.made_by(OLD, tokens)
             assert of_either_version(serving.models, serving.prompt, tokens)
         case "in_place":
             tokens = await running
             assert len(tokens) == COUNT
-            assert serving.made_by(OLD, tokens[:BEGUN])
             assert not of_either_version(serving.models, serving.prompt, tokens), "caches were computed again"
+    spans = [(each["version"], each["start"], each["end"]) for each in serving.versions.of(name)]
+    match mode:
+        case "abort":
+            assert [(version, start) for version, start, _ in spans] == [(OLD, 0)]
+            assert spans[0][2] >= BEGUN
+        case "wait":
+            assert spans == [(OLD, 0, COUNT)]
+        case _:
+            (first, second) = spans
+            assert (first[0], first[1], second[0], second[2]) == (OLD, 0, NEW, COUNT)
+            assert first[2] == second[1] >= BEGUN
+            assert serving.made_by(OLD, tokens[: first[2]])
+            assert not serving.made_by(OLD, tokens[: first[2] + 8])
     # The same prompt again, which the caches of other requests would answer with old weights.
     expected = reference_tokens(serving.models[NEW], serving.prompt, 32).tokens
     assert await later == expected
@@ -290,9 +313,49 @@ async def test_the_first_request_of_all_waits_for_the_end_of_a_pause(tmp_path: P
     request = asyncio.create_task(serving.ask(32))
     await asyncio.sleep(0.05)
     assert not serving.generation._cb.is_running()
-    load(serving.live, serving.models[NEW])
+    serving.install()
     await serving.on_thread(serving.generation.resume)
     await serving.on_thread(serving.generation.resume)
     assert await request == reference_tokens(serving.models[NEW], serving.prompt, 32).tokens
     await serving.on_thread(serving.generation.stop)
     serving.thread.shutdown()
+
+
+# --------------------------------------------------------------------------------------------- what answers say
+
+
+async def test_answers_say_which_version_made_which_token() -> None:
+    """A whole answer, and a stream's last event, whichever events come together; other answers are passed on."""
+    held = [7]
+    versions = TokenVersions(lambda: held[0])
+    app = FastAPI()
+
+    async def answer(request: Request) -> Any:
+        name = request.headers["x-request-id"]
+        for held[0], tokens in ((7, 3), (8, 3), (8, 5), (9, 9)):
+            versions.renew()
+            versions.count(name, tokens)
+        if request.query_params.get("stream"):
+            events = ['data: {"choices":[{"text":"a"}]}', 'data: {"choices":[{"text":"","finish_reason":"length"}]}']
+            chunks = ["\n\n".join([*events, ""]), 'data: {"error": "finish_reason"}\n\n']
+            return StreamingResponse(iter(chunks), media_type="text/event-stream")
+        return {"choices": [{"text": "a", "finish_reason": "length"}]}
+
+    app.add_api_route("/v1/completions", answer, methods=["POST"])
+    app.add_api_route("/v1/responses", answer, methods=["POST"])
+    app.add_middleware(VersionedAnswers, versions=versions)
+    spans = [{"version": 7, "start": 0, "end": 3}, {"version": 8, "start": 3, "end": 5}]
+    spans.append({"version": 9, "start": 5, "end": 9})
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as client:
+        whole = (await client.post("/v1/completions")).json()
+        assert whole["weight_versions"] == spans
+        streamed = (await client.post("/v1/completions?stream=1")).text.split("\n\n")
+        assert [json.loads(each.removeprefix("data: ")).get("weight_versions") for each in streamed[:3]] == [
+            None,
+            spans,
+            None,
+        ]
+        other = await client.post("/v1/responses", headers={"x-request-id": "mine"})
+        assert "weight_versions" not in other.json()
+        assert (await client.post("/v1/completions", content=b"{")).status_code == 200
+        assert (await client.get("/v1/completions")).status_code == 405

@@ -292,6 +292,7 @@ class Transformers(Engine):
     kind = "transformers"
     gate = TransformersGate
     leaves_out = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    tells_versions = True
 
     def why_not_here(self) -> str:
         return transformers_server.why_not_here()
@@ -319,6 +320,9 @@ class Transformers(Engine):
             return [], "abort"
         choice = event["choices"][0]
         return transformers_server.tokens_of(choice["text"]), choice.get("finish_reason") or ""
+
+    def spans(self, body: Any) -> Sequence[Span]:
+        return [Span(**each) for each in body.get("weight_versions", ())]
 
 
 def metadata_of(path: Path, package: str) -> Path:

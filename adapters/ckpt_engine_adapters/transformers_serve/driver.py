@@ -48,6 +48,7 @@ CAPABILITIES = Capabilities(
         "the old caches. Caches are not shared between requests.",
         "abort ends a stream with an event that has `error`, and other requests with 503: the server has no form for a "
         "part of an answer.",
+        "/v1/completions and /v1/chat/completions say which version made which token (`weight_versions`).",
         "The server is for one model, which its command names; a request that names another is refused with 400.",
         "The first request fixes how all requests are sampled, as without us.",
         "Checkpoints come under their published names, also with experts one by one, or under those of the model's "
@@ -116,7 +117,7 @@ class TransformersAdapter(HttpAdapter):
         raise _no_sleep()
 
     async def stamp(self, identity: weights_pb2.Identity, seconds: float) -> None:
-        """Does nothing: answers name no version but in the gate's headers."""
+        """Does nothing: answers name the version in the worker's state word."""
 
     async def _ask(self, what: str, seconds: float, **body: Any) -> None:
         await self._post(f"/ckpt_engine/{what}", seconds, **body, seconds=seconds * _ENGINE_SHARE)

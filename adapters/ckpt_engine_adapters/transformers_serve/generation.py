@@ -22,6 +22,8 @@ from transformers import ContinuousBatchingConfig
 from transformers.cli.serving.utils import CBGenerateManager
 from transformers.generation.continuous_batching.requests import RequestStatus
 
+from ckpt_engine_adapters.transformers_serve.versions import TokenVersions
+
 Mode: TypeAlias = Literal["keep", "abort", "wait", "in_place"]
 
 ABORTED = "the request was ended early, since this replica takes new weights"
@@ -36,11 +38,12 @@ class PausableGeneration(CBGenerateManager):
 
     _cb: Any  # transformers' ContinuousBatchingManager; None before the first request
 
-    def __init__(self, config: Any = None) -> None:
+    def __init__(self, versions: TokenVersions, config: Any = None) -> None:
         """config: transformers' ContinuousBatchingConfig; changed."""
         config = config or ContinuousBatchingConfig()
         config.allow_block_sharing = False
         super().__init__(cb_config=config)
+        self._versions = versions
         self._lock = threading.Lock()  # between starting the loop, on the event loop, and pausing it
         self._paused = False
         self._parked: AbstractContextManager[None] | None = None  # transformers' own pause, while the loop stands still
@@ -57,6 +60,7 @@ class PausableGeneration(CBGenerateManager):
                 self._cb = model.init_continuous_batching(
                     generation_config=gen_config, continuous_batching_config=self._cb_config
                 )
+                self._count_what_ends(self._cb.output_router)
                 if not self._paused:
                     self._cb.start()
 
@@ -95,7 +99,10 @@ class PausableGeneration(CBGenerateManager):
                 pass
 
     def resume(self) -> None:
-        """Lets the loop run again. May be repeated."""
+        """Lets the loop run again, with what the worker holds now. May be repeated."""
+        if self._parked is not None:
+            self._count_what_runs()
+        self._versions.renew()
         with self._lock:
             self._paused = False
             if self._cb is not None and self._cb._generation_thread is None:
@@ -167,6 +174,35 @@ class PausableGeneration(CBGenerateManager):
                 raise TimeoutError("requests are still running: they have not ended within the time that a pause has")
             time.sleep(_LOOK_AGAIN_SECONDS)
             self._step()
+
+    def _count_what_ends(self, router: Any) -> None:
+        """Has each request that ends counted on the loop's thread, so under the version that made its last token."""
+        deliver, deliver_batch = router.deliver, router.deliver_batch
+
+        def counted(output: Any) -> None:
+            if output.is_finished():
+                self._versions.count(output.request_id, len(output.generated_tokens))
+
+        def deliver_counted(output: Any) -> None:
+            counted(output)
+            deliver(output)
+
+        def deliver_batch_counted(outputs: Any) -> None:
+            for output in outputs:
+                counted(output)
+            deliver_batch(outputs)
+
+        router.deliver, router.deliver_batch = deliver_counted, deliver_batch_counted
+
+    def _count_what_runs(self) -> None:
+        """Counts the tokens of the version before. Where a further one may be on its way from the device
+        (asynchronous batching), answers say nothing of versions."""
+        scheduler = self._processor.scheduler
+        for state in (*scheduler.active_requests.values(), *scheduler.waiting_requests.values()):
+            if self._processor.use_async_batching:
+                self._versions.close(state.request_id)
+            else:
+                self._versions.count(state.request_id, len(state.to_generation_output().generated_tokens))
 
     def _step(self) -> None:
         self._unpark()

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.gate.page import EnginePage
+from ckpt_engine.gate.reader import StateReader
 from ckpt_engine_adapters.transformers_serve.command import check_command, server_arguments
 
 
@@ -61,6 +63,7 @@ def gated(app: Any, model_manager: Any, generation_state: Any, directory: Engine
     from ckpt_engine_adapters.transformers_serve.generation import PausableGeneration
     from ckpt_engine_adapters.transformers_serve.routes import agents_routes
     from ckpt_engine_adapters.transformers_serve.served import ServedModel
+    from ckpt_engine_adapters.transformers_serve.versions import TokenVersions, VersionedAnswers
 
     name, _ = split_model_id(model_manager.force_model)
     identifier = model_manager.process_model_name(name)
@@ -71,7 +74,14 @@ def gated(app: Any, model_manager: Any, generation_state: Any, directory: Engine
             f"ckpt-engine: {type(model).__name__} is served without continuous batching ({modality.value}), so nothing "
             "could pause what computes; only language models can be updated"
         )
-    generation = PausableGeneration(generation_state._cb_config)
+    state = StateReader(EnginePage(directory.page))
+
+    def held() -> int | None:
+        identity = state.verdict().identity
+        return None if identity is None else identity.version
+
+    versions = TokenVersions(held)
+    generation = PausableGeneration(versions, generation_state._cb_config)
     # What transformers itself would put here at the first request.
     generation_state._cb_manager, generation_state._cb_model_id = generation, identifier
     try:
@@ -79,6 +89,7 @@ def gated(app: Any, model_manager: Any, generation_state: Any, directory: Engine
     except (OSError, ValueError) as error:
         sys.exit(f"ckpt-engine: {error}")
     app.include_router(agents_routes(served))
+    app.add_middleware(VersionedAnswers, versions=versions)
     return TransformersGate(app)
 
 
