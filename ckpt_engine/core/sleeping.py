@@ -108,7 +108,10 @@ def sleep_steps(
     level = level or 1
     if level not in levels:
         if not levels:
-            raise invalid("this engine cannot sleep as it was started: `ckpt-engine engines` says what it needs")
+            raise invalid(
+                f"this engine cannot sleep at level {level}, nor at another one, as it was started: `ckpt-engine "
+                "engines` says whether its kind can, and what that needs"
+            )
         level_names = ", ".join(map(str, sorted(levels)))
         raise invalid(f"this engine cannot sleep at level {level} (it knows: {level_names})")
     if mode == manager_pb2.MODE_COLOCATED and level >= DISCARDS:

@@ -8,9 +8,13 @@ import pytest
 
 _HERE = Path(__file__).parent
 
-_ASKED_OF_ANOTHER = ("weights[vllm-install-worker]", "weights[sglang-transfer-server]")
+_ASKED_OF_ANOTHER = (
+    "weights[vllm-install-worker]",
+    "weights[sglang-transfer-server]",
+    "weights[transformers-install-worker]",
+)
 """A killed server comes back, and so does one whose worker is killed: both are asked of the reference engine, and of
-each real engine one of them, since it costs a start. The other one is slow."""
+each real engine one of them, since it costs a start; transformers has both in one process. The other one is slow."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

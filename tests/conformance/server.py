@@ -62,6 +62,7 @@ class Server:
     replica: Replica
     models: Models
     listener: Listener
+    relays: Path  # where engines of this host find the relay, if there is one
     by_relay: bool = False
     early: bool = False
 

@@ -21,6 +21,7 @@ import torch
 from ckpt_engine import CkptEngineError, Trainer, UpdateReport
 from ckpt_engine.core.deadlines import ENVIRONMENT as DEADLINES
 from ckpt_engine.core.pausing import mode_name
+from ckpt_engine.core.stage_memory import ENVIRONMENT as STAGE_MEMORY
 from ckpt_engine.host.relay_directory import DIRECTORY
 from ckpt_engine.trace import ENVIRONMENT as TRACE
 from ckpt_engine.v1 import manager_pb2
@@ -78,7 +79,7 @@ def server(
             if way:
                 cluster.relay(RELAY, "--memory", "64MiB", environment={DIRECTORY: str(relays)}).registered()
             replica.registered(engine.start_seconds)
-            yield Server(engine, cluster, replica, models, listener, bool(way), way == EARLY)
+            yield Server(engine, cluster, replica, models, listener, relays, bool(way), way == EARLY)
     finally:
         shutil.rmtree(short)
 
@@ -380,6 +381,7 @@ def test_a_killed_agent_leaves_no_engine_and_an_unknown_version_is_checked(serve
     assert not left, left
     broken = tmp_path / "broken"
     environment = {"CKPT_ENGINE_TEST_BROKEN_INSTALL": str(broken), "XDG_CACHE_HOME": str(tmp_path)}
+    environment |= {DIRECTORY: str(server.relays), STAGE_MEMORY: "auto" if server.early else "0"}
     other = server.engine.start_other_version(server.cluster, "other-version", server.models.bare, environment)
     seconds = server.engine.start_seconds
     if server.engine.kind == "reference":

@@ -67,7 +67,7 @@ def test_the_gate_closes_before_words_change_and_words_before_memory_goes() -> N
 
 def test_sleep_that_cannot_be_is_refused_before_anything_is_done() -> None:
     assert "level 3" in refusal(sleep_steps, HYBRID, AWAKE, 3, {1, 2})
-    assert "cannot sleep as it was started" in refusal(sleep_steps, HYBRID, AWAKE, 1, set())
+    assert "cannot sleep at level 1, nor at another one" in refusal(sleep_steps, HYBRID, AWAKE, 1, set())
     assert "colocated" in refusal(sleep_steps, COLOCATED, AWAKE, 2, {1, 2})
     assert "wake it" in refusal(sleep_steps, HYBRID, LIGHT, 2, {1, 2})
     assert sleep_steps(HYBRID, DEEP, 2, {1, 2}) == ((), DEEP)
