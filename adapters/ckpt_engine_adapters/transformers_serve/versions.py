@@ -11,7 +11,7 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from ckpt_engine.core.json_text import load_json
-from ckpt_engine.gate.gate import Application, Message, Receive, Scope, Send
+from ckpt_engine.gate.asgi import Application, Message, Receive, Scope, Send
 
 MEMBER = "weight_versions"
 """Of an answer, and of the last event of a stream: `[{"version": 7, "start": 0, "end": 12}, ...]`, where tokens
