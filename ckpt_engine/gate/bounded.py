@@ -27,8 +27,8 @@ POLL_SECONDS = 0.005
 
 ADMITTED_VERSION_HEADER = b"x-ckpt-engine-admitted-version"
 ADMITTED_ROOT_HEADER = b"x-ckpt-engine-admitted-root"
-"""The version that the workers held when the request was let in. Its tokens may be of a later one, if it waits or its
-body comes slowly. Only the body can say which version made them."""
+"""The version that the workers held when the request was let in. Its tokens may be of a later one, if it waits in the
+engine. Only the body can say which version made them."""
 
 END_VERSION_HEADER = b"x-ckpt-engine-end-version"
 END_ROOT_HEADER = b"x-ckpt-engine-end-root"
