@@ -20,6 +20,7 @@ from ckpt_engine.core.chunk_order import ChunkOrder, ChunkRelay
 from ckpt_engine.core.chunks import Chunk
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline
 from ckpt_engine.core.rates import Flow, Rate, rate_of
+from ckpt_engine.relay.fill import FillStop
 from ckpt_engine.transport.askers import KeptAskers
 from ckpt_engine.transport.base import ChunkAsk, ChunkAsker, ChunkLaterError, ChunkLending, ChunkRuns
 from ckpt_engine.v1.manager_pb2 import WantTable
@@ -146,16 +147,15 @@ class ChunkQuestions:
                 self._searches[number] = Search(deque(), deque())
                 self._place(number)
 
-    def finish(self, cancelled: Callable[[], bool], progress: Callable[[], None]) -> None:
-        """Waits until all chunks have come, or no relay is left to bring the others. Nothing can land once it returns
-        or raises. Raises ABORTED, DEADLINE_EXCEEDED."""
+    def finish(self, stop: FillStop, progress: Callable[[], None]) -> None:
+        """Waits until all chunks have come, no relay is left to bring the others, or it is stopped to keep what has
+        come. Nothing can land once it returns or raises. Raises ABORTED, DEADLINE_EXCEEDED."""
         began = time.monotonic()
         enough = began + (self._stop_at - began) / 2  # the other half is for other holders, or another table
         try:
-            while self._searches:
+            while self._searches and not (stop.asked and stop.keeps):
                 now = time.monotonic()
-                if cancelled():
-                    raise aborted("a newer command replaced the filling of this version")
+                stop.check()
                 if now >= self._stop_at:
                     raise deadline(
                         f"other relays did not send all of this version within {self._stop_at - began:.1f} s, the "

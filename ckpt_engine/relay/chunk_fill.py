@@ -7,7 +7,7 @@ in asking.py. A chunk is passed on from the moment at which all of its cells wer
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,7 +20,7 @@ from ckpt_engine.core.relay_layout import SlotLayout
 from ckpt_engine.core.sealed_record import ProvenRecord
 from ckpt_engine.digest.host import HostDigests
 from ckpt_engine.relay.asking import ChunkQuestions, ChunkTable
-from ckpt_engine.relay.fill import NAMED, FillResult, Memory, Missing, Progress, SlotFilling
+from ckpt_engine.relay.fill import NAMED, FillResult, FillStop, Memory, Missing, Progress, SlotFilling
 from ckpt_engine.relay.sources import Sources
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.askers import KeptAskers
@@ -75,7 +75,7 @@ class ChunkFilling:
         self,
         recorded: ProvenRecord,
         stop_at: float,
-        cancelled: Callable[[], bool] = lambda: False,
+        stop: FillStop | None = None,
         progress: Progress = lambda done, total: None,
         table: ChunkTable | None = None,
         askers: KeptAskers | None = None,
@@ -84,10 +84,11 @@ class ChunkFilling:
         """Fills the slot. recorded: of this version, with the layout's manifest and cells. stop_at: monotonic seconds.
         table: the relays to ask; None: sources alone. lending: notes what may be passed on; None: it is not.
 
-        When it returns or raises, nothing can land any more. Raises DEADLINE_EXCEEDED, ABORTED; INVALID_ARGUMENT for a
-        table that contradicts itself.
+        When it returns or raises, nothing can land any more. Raises DEADLINE_EXCEEDED; ABORTED, also if it is stopped
+        to keep what has come and that is nothing; INVALID_ARGUMENT for a table that contradicts itself.
         """
         began = time.monotonic()
+        stop = stop or FillStop()
         passing = _Passing(self.chunks, self.places.held, self._kept_cells, lending) if lending is not None else None
         questions = None
         if table is not None and askers is not None:
@@ -113,24 +114,33 @@ class ChunkFilling:
 
         def read(cells: frozenset[int]) -> FillResult:
             arrived = passing.arrived if passing is not None else None
-            found = self._reading(cells).run(recorded, stop_at, cancelled, report, arrived)
+            found = self._reading(cells).run(recorded, stop_at, stop, report, arrived)
             results.append(found)
             return found
 
         if questions is None:
             read(self._cells - self._kept_cells)
-            if passing is not None:
+            self._check_kept(stop, {each.cell for each in results[0].missing})
+            if passing is not None and not stop.asked:
                 passing.give_up()
             return _joined(results, None, lending, time.monotonic() - began)
         try:
             questions.start()
-            lost = self._chunks_of(read(self._cells - self._kept_cells - self._cells_of(questions.numbers)))
-            questions.also(lost)
-            if passing is not None:
-                passing.give_up(questions.numbers)
-            questions.finish(cancelled, lambda: report(0, 0))
+            near = read(self._cells - self._kept_cells - self._cells_of(questions.numbers))
+            if not stop.asked:
+                questions.also(self._chunks_of(near))
+                if passing is not None:
+                    passing.give_up(questions.numbers)
+            questions.finish(stop, lambda: report(0, 0))
         finally:
             questions.stop()
+        if stop.asked:
+            lacking = {each.cell for each in near.missing} - self._cells_of(questions.taken)
+            lacking |= self._cells_of(questions.reasons())
+            self._check_kept(stop, lacking)
+            replaced = Problem(code=Problem.ABORTED, message="a newer command is to bring the rest")
+            results[0] = replace(near, missing=tuple(Missing(cell, replaced) for cell in sorted(lacking)))
+            return _joined(results, questions, lending, time.monotonic() - began)
         results[0] = replace(results[0], missing=())  # what sources lacked was asked of relays
         if reasons := questions.reasons():
             rest = read(self._cells_of(reasons))
@@ -138,6 +148,11 @@ class ChunkFilling:
             missing = tuple(Missing(each.cell, _not_sent(each.problem, why[each.cell])) for each in rest.missing)
             results[-1] = replace(rest, missing=missing)
         return _joined(results, questions, lending, time.monotonic() - began)
+
+    def _check_kept(self, stop: FillStop, lacking: Collection[int]) -> None:
+        """Raises ABORTED if a filling was stopped and nothing of it is kept. lacking: cells that have not come."""
+        if not stop.keeps or len(lacking) == len(self._cells):
+            stop.check()
 
     def _cells_of(self, numbers: Collection[int]) -> frozenset[int]:
         return frozenset(cell for number in numbers for cell in self.chunks[number].cells)

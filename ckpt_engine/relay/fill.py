@@ -37,6 +37,24 @@ Progress = Callable[[int, int], None]
 """Takes (bytes that were read, bytes in all)."""
 
 
+@dataclass
+class FillStop:
+    """Whether one filling is to end before it has all. Any thread."""
+
+    asked: bool = False
+    keeps: bool = False  # what has come is the outcome, and the rest is missing; otherwise there is none
+
+    def ask(self, keep: bool) -> None:
+        """Has the filling end at its next check. Once it is asked not to keep what has come, it does not."""
+        self.keeps = keep and (self.keeps or not self.asked)
+        self.asked = True
+
+    def check(self) -> None:
+        """Raises ABORTED if the filling is to end."""
+        if self.asked:
+            raise aborted("a newer command replaced the filling of this version")
+
+
 @dataclass(frozen=True)
 class Missing:
     """A cell that was asked for, and that no holder has as it was sealed."""
@@ -119,37 +137,47 @@ class SlotFilling:
         self,
         recorded: ProvenRecord,
         stop_at: float,
-        cancelled: Callable[[], bool] = lambda: False,
+        stop: FillStop | None = None,
         progress: Progress = lambda done, total: None,
         arrived: Arrived | None = None,
     ) -> FillResult:
         """Fills the slot. recorded: of this version, with the layout's manifest and cells. stop_at: monotonic seconds.
         progress: called after each batch, on this thread. arrived: called once for each cell that has arrived.
 
-        Raises DEADLINE_EXCEEDED or ABORTED within a few batches; the slot holds nothing then.
+        Raises DEADLINE_EXCEEDED or ABORTED within a few batches; the slot holds nothing then. If it is stopped to keep
+        what has come, the cells of which `arrived` was not told are missing.
         """
         began = time.monotonic()
+        stop = stop or FillStop()
         self._expected = recorded.values
         faults = list(self._sources.faults)
         self._sources.begin()
 
         def carry_on() -> None:
-            self._carry_on(stop_at, cancelled)
+            stop.check()
+            if time.monotonic() >= stop_at:
+                raise deadline("the relay could not read all of this version before its deadline")
 
         try:
             with Pipeline(self._sources.lost, carry_on) as pipeline:
                 run = _FillRun(pipeline, carry_on, np.zeros(len(recorded.values), dtype=np.uint64), faults)
                 arrivals = None if arrived is None else _Arrivals(self._batches, run.found, self._expected, arrived)
-                run.bring(self._batches, progress, self._arriving, arrivals)
                 missing = dict(self._unheld)
-                wrong = self._wrong(run)
-                again = len(wrong)
-                for cell, parts in self._pieces_of(wrong).items():
-                    problem = self._retry(run, cell, parts)
-                    if problem is not None:
-                        missing[cell] = problem
-                if arrivals is not None:
-                    arrivals.rest(missing)
+                again = 0
+                try:
+                    run.bring(self._batches, progress, self._arriving, arrivals)
+                    wrong = self._wrong(run)
+                    again = len(wrong)
+                    for cell, parts in self._pieces_of(wrong).items():
+                        problem = self._retry(run, cell, parts)
+                        if problem is not None:
+                            missing[cell] = problem
+                    if arrivals is not None:
+                        arrivals.rest(missing)
+                except CkptEngineError as error:
+                    if arrivals is None or not stop.keeps:
+                        raise
+                    missing |= dict.fromkeys(arrivals.due, error.problem)
         finally:
             self._sources.end()
         run.forget(list(missing))
@@ -166,12 +194,6 @@ class SlotFilling:
                 if piece.cell in pieces:
                     pieces[piece.cell].append(piece)
         return pieces
-
-    def _carry_on(self, stop_at: float, cancelled: Callable[[], bool]) -> None:
-        if cancelled():
-            raise aborted("a newer command replaced the filling of this version")
-        if time.monotonic() >= stop_at:
-            raise deadline("the relay could not read all of this version before its deadline")
 
     def _wrong(self, run: _FillRun) -> list[int]:
         differ = self._held & (run.found != self._expected)
@@ -258,7 +280,7 @@ class _Arrivals:
 
     def __init__(self, batches: Sequence[PieceBatch], found: Words, expected: Words, arrived: Arrived) -> None:
         self._found, self._expected, self._arrived = found, expected, arrived
-        self._cells = {int(cell) for batch in batches for cell in batch.cells}
+        self.due = {int(cell) for batch in batches for cell in batch.cells}  # that were not reported
         self._pieces_due = np.zeros(len(expected), dtype=np.int64)  # a sum may be right before all pieces have come
         for batch in batches:
             np.add.at(self._pieces_due, batch.cells, 1)
@@ -268,10 +290,10 @@ class _Arrivals:
         np.subtract.at(self._pieces_due, batch.cells, 1)
         cells = np.unique(batch.cells)
         whole = cells[(self._pieces_due[cells] == 0) & (self._found[cells] == self._expected[cells])].tolist()
-        self._cells.difference_update(whole)
+        self.due.difference_update(whole)
         if whole:
             self._arrived(whole)
 
     def rest(self, missing: Collection[int]) -> None:
         """Reports the remaining cells, at the end: all but the missing ones."""
-        self._arrived(sorted(self._cells.difference(missing)))
+        self._arrived(sorted(self.due.difference(missing)))

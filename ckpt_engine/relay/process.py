@@ -199,8 +199,8 @@ class _Relay:
                 log.warning(
                     "the manager did not accept what this relay holds, so nothing reads it here: %s", problem.message
                 )
-            case StopFilling():
-                self._work.stop()
+            case StopFilling(keep):
+                self._work.stop(keep)
 
     # -- on the thread that fills
 

@@ -31,7 +31,7 @@ from ckpt_engine.relay.arena import Arena
 from ckpt_engine.relay.asking import ChunkTable
 from ckpt_engine.relay.chunk_fill import ChunkFilling, SlotMemory
 from ckpt_engine.relay.contents import Contents, contents_of
-from ckpt_engine.relay.fill import FillResult, Progress
+from ckpt_engine.relay.fill import FillResult, FillStop, Progress
 from ckpt_engine.relay.gpus import TrainersGpus
 from ckpt_engine.relay.sources import Sources
 from ckpt_engine.relay.ways import Ways
@@ -168,7 +168,7 @@ class Slots:
         self._ready: list[_Ready | None] = [None] * SLOTS
         self._lent: list[ChunkLending | None] = [None] * SLOTS  # to relays of other hosts
         self._writing = threading.Lock()
-        self._turn = 0
+        self._stop = FillStop()  # of the newest filling
         self._closed = False
         self._keyed: tuple[FillWish, tuple[object, ...]] | None = None
         self._wants: tuple[tuple[bytes, bytes], ChunkTable] | None = None  # the last one, by table and cutting
@@ -234,10 +234,11 @@ class Slots:
                     return found
         raise precondition(f"this relay does not hold version {version} any more, as the atoms have it")
 
-    def stop(self) -> None:
-        """Stops the current filling, if any: it raises ABORTED at its next check."""
+    def stop(self, keep: bool = False) -> None:
+        """Stops the current filling, if any, at its next check. keep: the slot holds what has come, if anything has,
+        and `fill` returns without the rest; otherwise it raises ABORTED."""
         with self._lock:
-            self._turn += 1
+            self._stop.ask(keep)
 
     def count(self, slot: int, wish: FillWish, seconds: float, more: bool = False) -> int:
         """Lays a version out, takes memory for it and opens its sources; returns its bytes. The slot still holds what
@@ -271,11 +272,11 @@ class Slots:
         with self._lock:
             if self._closed:
                 raise aborted("this relay is being stopped")
-            self._turn += 1
-            turn = self._turn
+            self._stop.ask(keep=False)
+            self._stop = stop = FillStop()
         with self._writes(seconds):
             ready = self._count(slot, wish, more)
-            return self._fill(slot, wish, ready, stop_at, lambda: self._turn != turn, progress)
+            return self._fill(slot, wish, ready, stop_at, stop, progress)
 
     @contextmanager
     def _writes(self, seconds: float) -> Iterator[None]:
@@ -288,6 +289,17 @@ class Slots:
             self._writing.release()
 
     def _count(self, slot: int, wish: FillWish, more: bool) -> _Ready:
+        for number, lent in enumerate(self._lent):  # a filling that was stopped to be gone on with
+            if lent is not None and not (more and number == slot):
+                lent.finish()
+        try:
+            return self._prepare(slot, wish, more)
+        except BaseException:
+            if (lent := self._lent[slot]) is not None:
+                lent.finish()
+            raise
+
+    def _prepare(self, slot: int, wish: FillWish, more: bool) -> _Ready:
         before = self._held[slot] if more else None
         kept_cells = frozenset[int]() if before is None or before.identity != wish.identity else before.cells
         key = (*self._key(wish), kept_cells)
@@ -337,7 +349,7 @@ class Slots:
         wish: FillWish,
         ready: _Ready,
         stop_at: float,
-        cancelled: Callable[[], bool],
+        stop: FillStop,
         progress: Progress,
     ) -> SlotVersion:
         began = time.monotonic()
@@ -351,16 +363,17 @@ class Slots:
         lending = self._lend(slot, wish, ready, before is not None)
         try:
             filled = ready.filling.run(
-                ready.recorded, stop_at, cancelled, progress, self._table(wish, ready), self._askers, lending
+                ready.recorded, stop_at, stop, progress, self._table(wish, ready), self._askers, lending
             )
         except BaseException as error:
             if lending is not None and before is None:
                 why = error.problem.message if isinstance(error, CkptEngineError) else "its filling has failed"
                 lending.end(f"it does not hold the version: {why}")
-            raise
-        finally:
             if lending is not None:
                 lending.finish()
+            raise
+        if lending is not None and not stop.asked:  # else what is missing may still come
+            lending.finish()
         if filled.faults:  # a source may be reached in another way by the next time
             self._forget(slot)
         filled = filled if before is None else filled.after(before.filled)
@@ -375,8 +388,8 @@ class Slots:
         table = contents.table(self._ways.regions(slot, layout.groups))
         held = SlotVersion(wish.identity, wish.record, table, layout, filled, overruled, waited, contents.sealed)
         with self._lock:
-            if cancelled():
-                raise aborted("a newer command replaced the filling of this version")
+            if not stop.keeps:
+                stop.check()
             self._held[slot] = held
             if before is None:
                 self._ways.lend(slot)
@@ -419,7 +432,7 @@ class Slots:
         """Ends all leases and closes all sources. A current filling raises ABORTED. May be repeated."""
         with self._lock:
             self._closed = True
-            self._turn += 1
+            self._stop.ask(keep=False)
         self._ways.close()
         self._askers.close()
         ended = self._writing.acquire(timeout=CLOSE_SECONDS)  # what reads sources must not find them closed

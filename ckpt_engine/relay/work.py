@@ -49,9 +49,9 @@ class RelayWork:
         self._slots.let_go(task.tables, task.seconds)
         return None
 
-    def stop(self) -> None:
-        """Stops a current filling."""
-        self._slots.stop()
+    def stop(self, keep: bool = False) -> None:
+        """Stops a current filling. keep: see StopFilling."""
+        self._slots.stop(keep)
 
     def _wish(self, command: FillRelay, seconds: float) -> FillWish:
         """The version that a command asks for. Its blobs are fetched once for counting and filling."""

@@ -250,7 +250,8 @@ class ChunkLending(Protocol):
         ...
 
     def resume(self) -> None:
-        """Notes that a finished filling goes on: chunks that are missing may still come."""
+        """Notes that a finished filling goes on: chunks that are missing may still come. Those that are there are
+        noted as verified again."""
         ...
 
     def end(self, why: str) -> None:

@@ -261,6 +261,39 @@ def test_a_newer_command_ends_the_filling_and_waits_until_it_has_ended() -> None
     assert (relay.held, relay.answers) == ([3], [(3, "")]), "the manager has forgotten the other fences"
 
 
+def test_a_newer_command_that_wants_the_same_goes_on_with_what_has_come() -> None:
+    """An origin was lost, and the command names another one."""
+    relay = Relay()
+    relay.tell(fill(1, 1, needs=[b"a"]))
+    relay.end()
+    relay.tell(fill(1, 1, needs=[b"a"], attempt=1))
+    relay.tell(fill(1, 1, needs=[b"a"], attempt=2))
+    assert [each for each in relay.said if isinstance(each, StopFilling)] == [StopFilling(keep=True)]
+    relay.end(missing=3)
+    assert isinstance(relay.task, CountSlot)
+    assert (relay.task.slot, relay.task.more, relay.task.command.attempt) == (0, True, 2)
+    assert relay.held == [1], "what has come can be read"
+    relay.end()
+    relay.end()
+    assert (relay.held, relay.answers) == ([1], [(1, "")])
+
+
+@pytest.mark.parametrize("other", ["version", "needs", "everything"])
+def test_what_has_come_does_not_stay_for_a_command_that_wants_something_else(other: str) -> None:
+    relay = Relay()
+    relay.tell(fill(1, 1, needs=[b"a"]))
+    relay.end()
+    relay.tell(fill(2, 1, needs=[b"a"]))
+    newest = fill(3, 2 if other == "version" else 1, needs=[b"b"] if other == "needs" else [b"a"])
+    newest.everything = other == "everything"
+    relay.tell(newest)
+    stops = [each for each in relay.said if isinstance(each, StopFilling)]
+    assert stops == [StopFilling(keep=True), StopFilling(keep=False)]
+    relay.end(Problem(code=Problem.ABORTED, message="overtaken"))
+    assert isinstance(relay.task, CountSlot)
+    assert not relay.task.more
+
+
 def test_what_is_overtaken_while_it_is_counted_gives_nothing_up() -> None:
     relay = Relay()
     relay.bring(fill(1, 1))

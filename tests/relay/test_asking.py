@@ -262,6 +262,57 @@ def test_a_filling_that_is_stopped_or_late_ends_at_once(world: World) -> None:
     world.assert_same(world.fill("a").result(60))
 
 
+def test_a_newer_command_goes_on_with_what_has_come_and_others_go_on_waiting(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`a` is told another origin in the middle of a filling; `b` asks it for what has not come yet."""
+    monkeypatch.setattr(core_chunks, "chunk_bytes", lambda model: 256)
+    world.near()
+    receive = asking.ChunkQuestions._receive
+    few = threading.Event()
+
+    def stop_a(self: asking.ChunkQuestions, name: str, *arguments: object) -> None:
+        receive(self, name, *arguments)  # type: ignore[arg-type]
+        if self._table.name == "relay a" and name == "relay near":
+            if len(self.taken) >= 5 and not few.is_set():
+                few.set()
+                world.relays["a"].stop(keep=True)
+            time.sleep(0.002)
+
+    monkeypatch.setattr(asking.ChunkQuestions, "_receive", stop_a)
+    alone = world.wanted(without=["b", "c"])
+    began = world.fill("a", alone)
+    asker = world.fill("b", world.wanted(without=["c"]))
+    part = began.result(60)
+    assert few.is_set()
+    assert 0 < sum(part.filled.bytes_by_source.values()) < world.nbytes
+    assert {each.problem.message for each in part.filled.missing} == {"a newer command is to bring the rest"}
+    assert part.table.shards, "what has come is lent"
+    world.assert_same(world.relays["c"].fill(0, world.wish(tables(world.checkpoint)), 60.0))
+    other = WantTable(wants=[WantTable.Wants(everything=True)])
+    other.relays.add(relay="relay c", chunks=world.relays["c"].chunks, origin=True)
+    other.relays.add(relay="relay a", chunks=world.relays["a"].chunks)
+    whole = world.relays["a"].fill(0, world.wish(wanted=other), 60.0, more=True)
+    world.assert_same(whole)
+    assert (whole.filled.missing, whole.filled.faults) == ((), ())
+    assert whole.filled.bytes_by_source["relay near"] == part.filled.bytes_by_source["relay near"]
+    assert sum(whole.filled.bytes_by_source.values()) == world.nbytes, "each byte once"
+    found = asker.result(60)
+    world.assert_same(found)
+    assert not found.filled.faults
+    assert found.filled.bytes_by_source.get("relay a", 0) > 0
+
+
+def test_a_filling_that_is_stopped_before_anything_has_come_keeps_nothing(world: World) -> None:
+    held = world.fill("a")
+    time.sleep(0.1)
+    world.relays["a"].stop(keep=True)
+    with pytest.raises(CkptEngineError) as caught:
+        held.result(30)
+    assert caught.value.problem.code == Problem.ABORTED
+    assert world.relays["a"].held(0) is None
+
+
 def test_relays_with_different_needs_share_what_they_share(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tensor-parallel halves on two hosts: each byte leaves the origin once, also what both need."""
     monkeypatch.setattr(core_chunks, "chunk_bytes", lambda model: 1 << 10)

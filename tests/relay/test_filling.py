@@ -32,7 +32,9 @@ from ckpt_engine.relay.fill import SlotFilling
 from ckpt_engine.relay.slots import FillWish, Slots, SlotVersion, Want
 from ckpt_engine.relay.sources import Reading
 from ckpt_engine.source.directory import directory_source
+from ckpt_engine.transport.base import Network
 from ckpt_engine.transport.file.files import FileTransport
+from ckpt_engine.transport.registry import all_transports
 from ckpt_engine.transport.relay_memory.reader import RelayMemoryTransport
 from ckpt_engine.transport.shared_memory.memory import SharedMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Atom, Atoms, Problem, SourceTable
@@ -295,6 +297,28 @@ def test_a_filling_ends_at_its_deadline_and_when_it_is_overtaken(slots: Slots, m
     assert caught.value.problem.code == Problem.ABORTED
     assert slots.held(1) is None
     assert_holds(slots.fill(1, all, 60.0), checkpoint)
+
+
+def test_a_filling_that_is_to_keep_what_has_come_holds_and_lends_it(
+    copied_first: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a network, where others may have asked for it already; what is brought next is the rest."""
+    slots = Slots("keeps", this_host(), 32 << 20, all_transports(), network=Network("127.0.0.1:0", "127.0.0.1", 5.0))
+    checkpoint, recorded = checkpoint_of()
+    all = all_of(recorded, tables(checkpoint))
+    bring = PieceBatch.bring
+    brought: list[PieceBatch] = []
+    part = slots.fill(0, all, 60.0, lambda done, total: slots.stop(keep=True) if done > total / 2 else None)
+    assert 0 < len(part.cells) < len(recorded.values)
+    size = sum(part.filled.bytes_by_source.values())
+    assert size == sum(shard.nbytes for shard in part.sealed)
+    brought.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(PieceBatch, "bring", lambda self, carry_on: (brought.append(self), bring(self, carry_on))[1])
+        whole = slots.fill(0, all, 60.0, more=True)
+    assert part.cells.isdisjoint(int(cell) for batch in brought for cell in batch.cells)
+    assert_holds(whole, checkpoint)
+    slots.close()
 
 
 def test_a_filling_that_is_overtaken_when_all_has_come_holds_and_lends_nothing(slots: Slots) -> None:

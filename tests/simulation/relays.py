@@ -50,6 +50,7 @@ class RelayShell(MemberShell):
         self._last = Signal()
         self._last.set()
         self._stops = 0  # how often it was told to stop
+        self._keeps = False  # and to keep what had come, the last time
         self.watched: list[Any] = []
         self.mapped: set[bytes] = set()
         self.feed(events.Start())
@@ -86,8 +87,9 @@ class RelayShell(MemberShell):
     def own(self, command: Any) -> None:
         """Ends a filling."""
         match command:
-            case StopFilling():
+            case StopFilling(keep):
                 self._stops += 1
+                self._keeps = keep
             case events.PublicationDecided() | events.Released():
                 return
             case _:
@@ -152,24 +154,34 @@ class RelayShell(MemberShell):
         order = order_of(table, slot.source, truth.sources) if table is not None else {}
         passing = self.passing = self.passings[task.slot] = Passing(command.identity.root, slot, set(held))
         others = [each for each in range(SLICES) if each not in held]
-        for index in sorted(others, key=lambda each: bool(order) and not self._near(command, each, record[str(each)])):
-            yield self.world.between(0.001, 0.03)
-            self._may_go_on(end, stops)
-            wanted = record[str(index)]
-            found = self._near(command, index, wanted)
-            if found is None and table is not None:
-                yield self.world.between(0.0, self.faults.wire_delay)
-                go_on = lambda: self._may_go_on(end, stops)  # noqa: E731
-                # What its sources were to bring it asks only of relays that have it by now: others may wait for it.
-                before = () if self._is_near(command, index) else order[index]
-                found = yield from ask(self, passing, before, index, wanted, go_on)
-                found = found or (yield from ask_all(self, passing, table, index, wanted, go_on))
-            try:
-                slot.memory[index] = slot.sealed[index] = found or self._read(command, index, wanted)
-                passing.verified.add(index)
-            except CkptEngineError as error:
+        go_on = lambda: self._may_go_on(end, stops)  # noqa: E731
+        try:
+            for index in sorted(
+                others, key=lambda each: bool(order) and not self._near(command, each, record[str(each)])
+            ):
+                yield self.world.between(0.001, 0.03)
+                go_on()
+                wanted = record[str(index)]
+                found = self._near(command, index, wanted)
+                if found is None and table is not None:
+                    yield self.world.between(0.0, self.faults.wire_delay)
+                    # What its sources were to bring it asks only of relays that have it by now: others may wait for it.
+                    before = () if self._is_near(command, index) else order[index]
+                    found = yield from ask(self, passing, before, index, wanted, go_on)
+                    found = found or (yield from ask_all(self, passing, table, index, wanted, go_on))
+                try:
+                    slot.memory[index] = slot.sealed[index] = found or self._read(command, index, wanted)
+                    passing.verified.add(index)
+                except CkptEngineError as error:
+                    slot.memory.pop(index, None)
+                    lacks[index] = error.problem
+        except CkptEngineError as stopped:
+            if self._stops == stops or not self._keeps:
+                raise
+            passing.waits = None
+            for index in set(others) - passing.verified:
                 slot.memory.pop(index, None)
-                lacks[index] = error.problem
+                lacks[index] = stopped.problem
         passing.over = True
         if len(lacks) == SLICES:
             raise CkptEngineError(lacks[0])

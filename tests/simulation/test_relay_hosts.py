@@ -17,6 +17,7 @@ from tests.simulation.members import AgentShell
 from tests.simulation.relays import RelayShell
 from tests.simulation.story import NEW, OLD, Problem, Story, outcomes, refused
 from tests.simulation.training import Group
+from tests.simulation.weights import SLICES
 
 A, B, C = (host_of(name) for name in "ABC")
 ALWAYS, HELD = manager_pb2.PREFETCH_ALWAYS, manager_pb2.UNTIL_HELD
@@ -210,6 +211,29 @@ def test_whoever_waits_for_a_relay_takes_another(story: Story, when: str, how: s
     assert outcomes(report) == {far.name: NEW}, report
     assert holds(far) == report.identity
     assert any(relay.fills for relay in story.relays if relay.host == A)
+
+
+@pytest.mark.parametrize("come", range(1, SLICES))
+@pytest.mark.parametrize("origin", ["a", "spare"])
+def test_a_relay_whose_origin_is_lost_goes_on_with_what_it_has(story: Story, come: int, origin: str) -> None:
+    """The origin is started again at once, and the relay is told in the middle of its filling; or another relay takes
+    the origin's place once that was waited for, and this one has answered."""
+    (a,) = relays_on(story, A)
+    (b,) = relays_on(story, B)
+    if origin == "spare":
+        story.join_relay("spare", A)
+    far, group = story.replica(host=B), story.ranks()
+    result = begun(story, group, lambda: b.passing is not None and len(b.passing.verified) == come)
+    a.crash()
+    if origin == "a":
+        story.join_relay("a", A)
+    story.wait(41.0)
+    (report,) = result
+    assert outcomes(report) == {far.name: NEW}, report
+    assert holds(far) == report.identity
+    assert b.fills == 1, "nothing is brought again"
+    (brought,) = [each.filled.brought for each in report.relays if each.relay == "relay b"]
+    assert {each.source: each.bytes for each in brought} == {f"relay {origin}": SLICES - come}
 
 
 def test_an_answer_that_comes_again_is_no_answer_to_the_next_command(

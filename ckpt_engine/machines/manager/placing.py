@@ -6,7 +6,8 @@
   want the same, and origins (`core.placing`), which may still be filled themselves. Which one it asks for which chunk
   it decides by the table of its command, which names all of them.
 - A relay that failed is commanded again as soon as there is an origin that its last command did not name, and else a
-  few times, since a network may be cut for a moment. One whose origin is left out is commanded again at once.
+  few times, since a network may be cut for a moment. One whose origin is left out is commanded again at once; one
+  that lacks something waits until a lost origin is back or left out.
 - A relay counts as filled once its hello names the version with the same table as its answer.
 - A relay that fails, disconnects, or does not answer in time is excluded with a reason; this affects no replica.
 - A slot that replicas may be reading is never overwritten: the slot of the version that an earlier update still
@@ -361,7 +362,7 @@ class RelayPlacing:
         if filling.answer is None and self._misses_origin(filling, origins):
             self._give_order(filling, origins, seconds)  # what it asks now will not answer
             return True
-        if filling.pausing or not filling.failed:
+        if filling.pausing or not filling.failed or self._awaits_origin(filling):
             return False
         assert filling.answer is not None
         if filling.attempts <= self._tries and origins and filling.answer.problem.code not in FINAL:
@@ -406,9 +407,15 @@ class RelayPlacing:
         """Whether its contents are final. If not, missing cells may still come from another relay."""
         return self._holds(filling) and not (filling.failed and (filling.pausing or self._may_retry(filling)))
 
+    def _awaits_origin(self, filling: PlacedFilling) -> bool:
+        """Whether an origin has lost its session and was not left out yet: it comes back, or relays are placed anew."""
+        origins = (self._fillings.get(name) for name in filling.placement.origins)
+        return any(each and each.exclusion is None and self._holder(each.relay) is None for each in origins)
+
     def _may_retry(self, filling: PlacedFilling) -> bool:
         origins = self._origins(filling)
-        return bool(origins) and (bool(origins - filling.tried) or filling.attempts <= self._tries)
+        can_try = bool(origins - filling.tried) or (bool(origins) and filling.attempts <= self._tries)
+        return can_try or self._awaits_origin(filling)
 
     def _counts(self, filling: PlacedFilling) -> bool:
         return filling.exclusion is None and self._holds(filling)

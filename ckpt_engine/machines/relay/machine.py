@@ -5,7 +5,7 @@ Its session, and the digests that it is asked for, are those of every holder. He
 - A fill fence below the highest one is not obeyed, nor an attempt of one fence below its highest; equal ones are a
   repetition and answered as before.
 - One filling at a time. A newer command ends the one that goes on, and waits until that has ended: two would write to
-  one memory.
+  one memory. If it wants the same, what has come stays, and only the rest is brought.
 - The slot of the version that replicas are to hold now is never filled.
 - Memory is counted before a slot is given up. What is given up is said before the first byte changes.
 - What is missing of a version that a slot holds is added to the rest of it, which stays lent.
@@ -75,6 +75,7 @@ class _FillWork:
     more: bool = False  # the slot holds a part of the version already
     step: str = ""  # of the task that runs
     overtaken: bool = False  # a newer command waits for its end
+    kept: bool = False  # that command wants the same, so what has come stays
 
 
 class RelayFilling:
@@ -133,9 +134,8 @@ class RelayFilling:
         self._next = _FillWork(body, now, now + bounded(body.deadline_seconds))
         if self._work is None:
             self._begin(now)
-        elif not self._work.overtaken:
-            self._work.overtaken = True
-            self._emit(StopFilling())
+        else:
+            self._overtake(self._work, _want_the_same(self._work.command, body))
 
     def done(self, done: Done, now: float) -> bool:
         """Takes the end of a task. Returns whether it was one of this machine's."""
@@ -156,8 +156,12 @@ class RelayFilling:
         """Stops filling, since the process is to end."""
         self._next = None
         if self._work is not None:
-            self._work.overtaken = True
-            self._emit(StopFilling())
+            self._overtake(self._work, keep=False)
+
+    def _overtake(self, work: _FillWork, keep: bool) -> None:
+        if not work.overtaken or (work.kept and not keep):
+            work.overtaken, work.kept = True, keep
+            self._emit(StopFilling(keep))
 
     def _begin(self, now: float) -> None:
         self._work, self._next = self._next, None
@@ -241,6 +245,16 @@ def _turn(body: FillRelay) -> tuple[int, int]:
 
 def _digests(refs: object) -> frozenset[bytes]:
     return frozenset(ref.digest for ref in cast(tuple[BlobRef, ...], refs))
+
+
+def _want_the_same(one: FillRelay, other: FillRelay) -> bool:
+    """Whether two commands want the same version, laid out alike."""
+    return (
+        Version.of(one.identity) == Version.of(other.identity)
+        and one.everything == other.everything
+        and _digests(one.needs) == _digests(other.needs)
+        and _digests(one.within) == _digests(other.within)
+    )
 
 
 def _is_read(slot: _SlotState, command: FillRelay) -> bool:

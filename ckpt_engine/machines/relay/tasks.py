@@ -58,6 +58,8 @@ class LetGoOf:
 class StopFilling:
     """A command: end the task that counts or fills, soon; its Done comes all the same."""
 
+    keep: bool = False  # the slot holds what has come, as if the rest were missing; otherwise the task fails
+
 
 @dataclass(frozen=True)
 class FillingProgress:

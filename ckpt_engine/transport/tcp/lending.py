@@ -94,10 +94,12 @@ class TcpLending:
             self._changed.notify_all()
 
     def resume(self) -> None:
-        """Notes that a finished filling goes on: chunks that are missing may still come."""
+        """Notes that a finished filling goes on: chunks that are missing may still come. Those that are there are
+        noted as verified again, since a filling that has failed leaves some that are to be written again."""
         with self._changed:
             self._filled = False
             self._never.clear()
+            self._verified.clear()
 
     def end(self, why: str) -> None:
         """Ends the lending: nothing more of it is sent, except frames in flight. The first reason stays."""
