@@ -7,22 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import numpy.typing as npt
 
-from benchmarks.fan_out.network import (
-    NEVER,
-    NO_RELAY,
-    OWN_COLUMN,
-    Floats,
-    Integers,
-    Network,
-    Outcome,
-    Rules,
-    Traffic,
-    simulate,
-)
+from benchmarks.fan_out.network import NEVER, Floats, Host, Outcome, Relay, simulate
 from ckpt_engine.core.chunk_order import ChunkOrder, ChunkRelay
 from ckpt_engine.core.chunk_sizes import MOST_BYTES, chunk_bytes
+from ckpt_engine.relay.chunk_search import Trail, trails_of
 
 RATE = 12.5e9
 """Bytes/s: 100 Gbit/s."""
@@ -43,18 +32,19 @@ class World:
     died: Mapping[int, float] = field(default_factory=dict)  # when, seconds, by relay
     leaves: Collection[int] = ()  # relays that are known to be slow
     verify: float = VERIFY
-    rules: Rules = field(default_factory=Rules)
 
     @property
     def relays(self) -> list[ChunkRelay]:
         return [ChunkRelay(f"relay {at:04}", each, float(at not in self.leaves)) for at, each in enumerate(self.wants)]
 
-    def network(self) -> Network:
-        both = np.array([*self.rates, *self.egress])
-        died = np.full(len(self.rates), NEVER)
-        for relay, when in self.died.items():
-            died[relay] = when
-        return Network(both, np.array(self.rates), np.full(len(self.rates), self.verify), died)
+    def host(self, relay: int) -> Host:
+        """A relay's host."""
+        rate = self.rates[relay]
+        return Host(rate, rate, self.verify, self.died.get(relay, NEVER))
+
+    def origin_hosts(self) -> dict[str, Host]:
+        """The hosts of origins, by name."""
+        return {f"origin {number}": Host(rate) for number, rate in enumerate(self.egress)}
 
     def bounds(self) -> Floats:
         """Of each relay: what it wants at its own rate, or all that it shares an origin with at what that sends."""
@@ -68,39 +58,11 @@ class World:
         wanted = {chunk for each in set(self.wants) for chunk in self.sets[each]}
         return sum(self.sizes[chunk] for chunk in wanted)
 
-    def traffic(self) -> Traffic:
-        """What travels, by the order of relays."""
-        names = {relay.name: at for at, relay in enumerate(self.relays)}
-        order = ChunkOrder(self.sizes, self.sets, self.relays)
-        wanted = np.zeros((len(names), len(self.sizes)), dtype=np.bool_)
-        for relay, each in enumerate(self.wants):
-            wanted[relay, list(self.sets[each])] = True
-        columns: dict[tuple[int, int], int] = {}
-        column = np.array([columns.setdefault(order.column(each), len(columns)) for each in range(len(self.sizes))])
-        firsts = [order.first(chunk) for chunk in range(len(self.sizes))]
-        asks = np.full((2, len(columns), len(names)), NO_RELAY, dtype=np.int64)
-        for at in range(len(columns)):
-            chunk = int(np.flatnonzero(column == at)[0])
-            for name, relay in names.items():
-                if not wanted[relay, chunk] or name == firsts[chunk]:
-                    asks[0, at, relay] = OWN_COLUMN
-                    continue
-                before = [names[each] for each in order.before(name, chunk)]
-                asks[: len(before), at, relay] = before
-                if before == [names[firsts[chunk]]]:
-                    asks[0, at, relay] = OWN_COLUMN
-        first = np.array([names.get(name, NO_RELAY) for name in firsts], dtype=np.int64)
-        return self.travels(wanted, first, column, asks)
 
-    def travels(self, wanted: npt.NDArray[np.bool_], first: Integers, column: Integers, asks: Integers) -> Traffic:
-        """Chunks of this world, asked for in another way."""
-        return Traffic(np.array(self.sizes, dtype=np.float64), np.array(self.origins), wanted, first, column, asks)
-
-
-def even_world(hosts: int, size: int, trainers: int = 1, rate: float = RATE) -> World:
-    """Every host wants all of a model, in chunks as long as real ones are on the average; each of the origins holds a
-    part, and the parts alternate."""
-    each = min(MOST_BYTES, chunk_bytes(size) * 3 // 2)
+def even_world(hosts: int, size: int, trainers: int = 1, rate: float = RATE, chunk: int = 0) -> World:
+    """Every host wants all of a model, in chunks of so many bytes, or else as long as real ones are on the average;
+    each of the origins holds a part, and the parts alternate."""
+    each = chunk or min(MOST_BYTES, chunk_bytes(size) * 3 // 2)
     count = max(1, -(-size // each))
     sizes = tuple(size * (at + 1) // count - size * at // count for at in range(count))
     origins = tuple(at % trainers for at in range(count))
@@ -135,33 +97,47 @@ def worst(found: Outcome, of: World) -> float:
     return float((found.done / of.bounds())[others].max())
 
 
-def by_chunk(world: World, compiled: bool = False) -> Outcome:
+def by_chunk(world: World) -> Outcome:
     """The order of relays, with the grants of origins."""
-    return simulate(world.traffic(), world.network(), world.rules, compiled)
+    order = ChunkOrder(world.sizes, world.sets, world.relays)
+    sets = [frozenset(each) for each in world.sets]
+    by_origin = [
+        (f"origin {number}", frozenset(chunk for chunk, origin in enumerate(world.origins) if origin == number))
+        for number in range(len(world.egress))
+    ]
+    relays = {}
+    for at, relay in enumerate(world.relays):
+        trails = trails_of(order, sets[relay.wants], by_origin, relay.name)(sets[relay.wants])
+        relays[relay.name] = Relay(world.host(at), trails, relay.rate == 0)
+    return simulate(world.sizes, relays, world.origin_hosts())
 
 
-def _all_want_all(world: World, upstream: Sequence[int], first: int) -> Traffic:
-    """Each relay asks one relay for all chunks. first: the relay that asks the origins; NO_RELAY: each does."""
-    chunks, relays = len(world.sizes), len(world.rates)
-    asks = np.full((2, 1, relays), NO_RELAY, dtype=np.int64)
-    asks[0, 0] = upstream
-    firsts = np.full(chunks, first, dtype=np.int64)
-    wanted = np.ones((relays, chunks), dtype=np.bool_)
-    return world.travels(wanted, firsts, np.zeros(chunks, dtype=np.int64), asks)
+def _all_want_all(world: World, upstream: Sequence[str]) -> Outcome:
+    """Each relay asks one other for all chunks; empty: the origins, and passes nothing on that these would know of."""
+    relays = {
+        relay.name: Relay(
+            world.host(at),
+            {
+                chunk: Trail((), (f"origin {origin}",)) if not upstream[at] else Trail((upstream[at],), ())
+                for chunk, origin in enumerate(world.origins)
+            },
+            is_leaf=not upstream[at],
+        )
+        for at, relay in enumerate(world.relays)
+    }
+    return simulate(world.sizes, relays, world.origin_hosts())
 
 
-def all_pull(world: World, compiled: bool = False) -> Outcome:
+def all_pull(world: World) -> Outcome:
     """Each host reads all from the origins."""
-    traffic = _all_want_all(world, [NO_RELAY] * len(world.rates), NO_RELAY)
-    return simulate(traffic, world.network(), Rules(late=NEVER), compiled)
+    return _all_want_all(world, [""] * len(world.rates))
 
 
-def from_rank_0(world: World, compiled: bool = False) -> Outcome:
+def from_rank_0(world: World) -> Outcome:
     """Rank 0 has gathered all weights, and sends each host all of them."""
-    return all_pull(replace(world, origins=(0,) * len(world.sizes)), compiled)
+    return all_pull(replace(world, origins=(0,) * len(world.sizes)))
 
 
-def chain(world: World, compiled: bool = False) -> Outcome:
+def chain(world: World) -> Outcome:
     """Each host passes everything on to the next, chunk by chunk."""
-    traffic = _all_want_all(world, range(-1, len(world.rates) - 1), 0)
-    return simulate(traffic, world.network(), Rules(late=NEVER, enough=0), compiled)
+    return _all_want_all(world, ["", *(relay.name for relay in world.relays[:-1])])

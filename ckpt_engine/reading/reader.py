@@ -25,8 +25,8 @@ from ckpt_engine.core.problems import CkptEngineError, data_loss, error, precond
 from ckpt_engine.core.relay_layout import RelayAtom, SlotLayout, lay_out
 from ckpt_engine.core.sealed_record import read_record
 from ckpt_engine.host.facts import this_host
-from ckpt_engine.relay.asking import ChunkTable
 from ckpt_engine.relay.chunk_fill import ChunkFilling, SlotMemory
+from ckpt_engine.relay.chunk_search import ChunkTable
 from ckpt_engine.relay.sources import Sources
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.askers import KeptAskers

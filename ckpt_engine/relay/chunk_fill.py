@@ -19,7 +19,8 @@ from ckpt_engine.core.reach import Distance
 from ckpt_engine.core.relay_layout import SlotLayout
 from ckpt_engine.core.sealed_record import ProvenRecord
 from ckpt_engine.digest.host import HostDigests
-from ckpt_engine.relay.asking import ChunkQuestions, ChunkTable
+from ckpt_engine.relay.asking import ChunkQuestions
+from ckpt_engine.relay.chunk_search import ChunkTable
 from ckpt_engine.relay.fill import NAMED, FillResult, FillStop, Memory, Missing, Progress, SlotFilling
 from ckpt_engine.relay.sources import Sources
 from ckpt_engine.torch_dtypes import torch_dtype
@@ -121,20 +122,20 @@ class ChunkFilling:
         if questions is None:
             read(self._cells - self._kept_cells)
             self._check_kept(stop, {each.cell for each in results[0].missing})
-            if passing is not None and not stop.asked:
+            if passing is not None and not stop.ends:
                 passing.give_up()
             return _joined(results, None, lending, time.monotonic() - began)
         try:
             questions.start()
             near = read(self._cells - self._kept_cells - self._cells_of(questions.numbers))
-            if not stop.asked:
+            if not stop.ends:
                 questions.also(self._chunks_of(near))
                 if passing is not None:
                     passing.give_up(questions.numbers)
             questions.finish(stop, lambda: report(0, 0))
         finally:
             questions.stop()
-        if stop.asked:
+        if stop.ends:
             lacking = {each.cell for each in near.missing} - self._cells_of(questions.taken)
             lacking |= self._cells_of(questions.reasons())
             self._check_kept(stop, lacking)

@@ -41,17 +41,17 @@ Progress = Callable[[int, int], None]
 class FillStop:
     """Whether one filling is to end before it has all. Any thread."""
 
-    asked: bool = False
+    ends: bool = False
     keeps: bool = False  # what has come is the outcome, and the rest is missing; otherwise there is none
 
     def ask(self, keep: bool) -> None:
         """Has the filling end at its next check. Once it is asked not to keep what has come, it does not."""
-        self.keeps = keep and (self.keeps or not self.asked)
-        self.asked = True
+        self.keeps = keep and (self.keeps or not self.ends)
+        self.ends = True
 
     def check(self) -> None:
         """Raises ABORTED if the filling is to end."""
-        if self.asked:
+        if self.ends:
             raise aborted("a newer command replaced the filling of this version")
 
 

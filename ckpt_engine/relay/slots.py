@@ -28,8 +28,8 @@ from ckpt_engine.core.sealed_record import ProvenRecord, read_record
 from ckpt_engine.core.transports import carrier_kinds, make
 from ckpt_engine.cuda.driver import CudaDriverError
 from ckpt_engine.relay.arena import Arena
-from ckpt_engine.relay.asking import ChunkTable
 from ckpt_engine.relay.chunk_fill import ChunkFilling, SlotMemory
+from ckpt_engine.relay.chunk_search import ChunkTable
 from ckpt_engine.relay.contents import Contents, contents_of
 from ckpt_engine.relay.fill import FillResult, FillStop, Progress
 from ckpt_engine.relay.gpus import TrainersGpus
@@ -372,7 +372,7 @@ class Slots:
             if lending is not None:
                 lending.finish()
             raise
-        if lending is not None and not stop.asked:  # else what is missing may still come
+        if lending is not None and not stop.ends:  # else what is missing may still come
             lending.finish()
         if filled.faults:  # a source may be reached in another way by the next time
             self._forget(slot)

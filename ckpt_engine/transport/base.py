@@ -318,7 +318,7 @@ class ChunkLaterError(CkptEngineError):
 
 class ChunkAsker(Protocol):
     """The asker's side: a connection to one relay, kept from version to version (`askers.py`). One thread at a time,
-    except for `at_most`, `leave` and `shut`.
+    except for `waits`, `at_most`, `leave` and `shut`.
 
     Made of (offered, owner, name, stop_at): an OfferedRegion with the owner's `ChunkLender.chunks`, and the regions of
     its carriers; its name for messages; the name under which the asker is known to other relays ("relay h1"); and the
@@ -352,6 +352,11 @@ class ChunkAsker(Protocol):
         the owner will not have this chunk, ChunkLaterError if it does not have it now: the connection goes on. All else
         ends it.
         """
+        ...
+
+    @property
+    def waits(self) -> bool:
+        """Whether the owner has said that it waits itself for the chunk of the oldest question. Any thread."""
         ...
 
     def at_most(self) -> tuple[int, float] | None:

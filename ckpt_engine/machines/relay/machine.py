@@ -75,7 +75,7 @@ class _FillWork:
     more: bool = False  # the slot holds a part of the version already
     step: str = ""  # of the task that runs
     overtaken: bool = False  # a newer command waits for its end
-    kept: bool = False  # that command wants the same, so what has come stays
+    keeps: bool = False  # that command wants the same, so what has come stays
 
 
 class RelayFilling:
@@ -159,8 +159,8 @@ class RelayFilling:
             self._overtake(self._work, keep=False)
 
     def _overtake(self, work: _FillWork, keep: bool) -> None:
-        if not work.overtaken or (work.kept and not keep):
-            work.overtaken, work.kept = True, keep
+        if not work.overtaken or (work.keeps and not keep):
+            work.overtaken, work.keeps = True, keep
             self._emit(StopFilling(keep))
 
     def _begin(self, now: float) -> None:

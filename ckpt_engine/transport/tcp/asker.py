@@ -97,6 +97,7 @@ class TcpAsker:
         ways = by_transport(offered, owner)
         region = ways.get(NAME, Region())
         self.owner = owner
+        self.waits = False  # the owner has said that it waits itself for the chunk of the oldest question
         self.flows: list[Flow] = []  # without what was in the kernel's memory already
         self._key = b""
         self._memory = memoryview(b"")
@@ -150,6 +151,7 @@ class TcpAsker:
         landing = [self._memory[offset : offset + length] for offset, length in runs]
         if not landing or not all(map(len, landing)) or sum(map(len, landing)) != sum(length for _, length in runs):
             raise invalid(f"chunk {chunk} is to land in runs that the slot of {len(self._memory)} bytes does not have")
+        self.waits = False
         question = self._questions[0]
         answer = question.answer or self._naming_owner(lambda: self._receive(question, landing, runs, moved), chunk)
         self._questions.popleft()
@@ -234,6 +236,7 @@ class TcpAsker:
         began, buffered = 0.0, 0
         while landing:
             kind, length = self._frame()
+            self.waits = kind == wire.WAIT
             if kind == wire.DATA and not earlier:
                 if not began:
                     began, buffered = time.monotonic(), unread(self._socket)
