@@ -214,13 +214,21 @@ def _relays(answer: manager_pb2.GetStatusResponse, wide: bool) -> Table:
         cells: dict[str, str | Text] = {
             "relay": Text(holder.name if holder.kind == "relay" else f"{holder.name} ({holder.kind})"),
             "state": Text(state, style="yellow" if state == "disconnected" else "green"),
-            "holds": Text(", ".join(_version(each, wide) for each in holder.held) or "nothing"),
+            "holds": Text(", ".join(_share(each, wide) for each in holder.shares) or "nothing"),
             "memory": human_bytes(holder.filling.memory_bytes) if holder.HasField("filling") else "",
             "host": Text(holder.description),
             "last filling": Text(_last_filling(holder)),
         }
         table.add_row(*(cells[title] for title in titles))
     return table
+
+
+def _share(share: manager_pb2.VersionShare, wide: bool) -> str:
+    """A version, and how much of it there is unless that is all."""
+    version = _version(share.identity, wide)
+    if not share.wanted_bytes or (share.bytes >= share.wanted_bytes and not share.coming):
+        return version
+    return f"{version} ({100 * share.bytes // share.wanted_bytes} %{', coming' * share.coming})"
 
 
 def _holder_state(holder: manager_pb2.HolderStatus) -> str:

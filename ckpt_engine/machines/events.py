@@ -352,6 +352,8 @@ class OfferedVersion:
     table: bytes  # a serialised SourceTable
     record: bytes = b""  # a serialised SealedRecord; empty: the weights are not sealed yet
     identity: weights_pb2.Identity | None = None  # None: the weights are not sealed yet
+    bytes: int = 0  # that it has of the version, for people
+    wanted_bytes: int = 0  # of all that it is to hold of it, for people; 0: unknown
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,13 @@ class OfferingMachine:
         assert self._offered is not None
         refs = iter(cast(tuple[manager_pb2.BlobRef, ...], result))
         self._held = tuple(
-            manager_pb2.Held(identity=version.identity, table=next(refs), record=next(refs) if version.record else None)
+            manager_pb2.Held(
+                identity=version.identity,
+                table=next(refs),
+                record=next(refs) if version.record else None,
+                bytes=version.bytes,
+                wanted_bytes=version.wanted_bytes,
+            )
             for version in self._offered
         )
         self._undecided()

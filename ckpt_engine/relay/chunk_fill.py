@@ -105,13 +105,14 @@ class ChunkFilling:
                 stop_at,
             )
         total = sum(self.chunks[number].bytes for number in self.places.held)
+        kept = sum(self.chunks[number].bytes for number in self.places.held if self._is_kept(number))
         results: list[FillResult] = []
 
         def report(done: int, _: int) -> None:
             if lending is not None and done:
                 lending.moved()
             come = sum(sum(each.bytes_by_source.values()) for each in results)
-            progress(come + done + (questions.done_bytes if questions is not None else 0), total)
+            progress(kept + come + done + (questions.done_bytes if questions is not None else 0), total)
 
         def read(cells: frozenset[int]) -> FillResult:
             arrived = passing.arrived if passing is not None else None
@@ -154,6 +155,9 @@ class ChunkFilling:
         """Raises ABORTED if a filling was stopped and nothing of it is kept. lacking: cells that have not come."""
         if not stop.keeps or len(lacking) == len(self._cells):
             stop.check()
+
+    def _is_kept(self, number: int) -> bool:
+        return self._kept_cells.issuperset(self.chunks[number].cells)
 
     def _cells_of(self, numbers: Collection[int]) -> frozenset[int]:
         return frozenset(cell for number in numbers for cell in self.chunks[number].cells)

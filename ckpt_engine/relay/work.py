@@ -88,6 +88,7 @@ def filled_report(held: SlotVersion) -> RelayFilled:
     filled = held.filled
     return RelayFilled(
         bytes=sum(shard.nbytes for shard in held.sealed),
+        wanted_bytes=held.layout.bytes,
         missing=[each.problem for each in filled.missing[:NAMED]],
         missing_cells=len(filled.missing),
         faults=filled.faults,

@@ -335,14 +335,18 @@ class Goodbye(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Held(_message.Message):
-    __slots__ = ("identity", "table", "record")
+    __slots__ = ("identity", "table", "record", "bytes", "wanted_bytes")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    WANTED_BYTES_FIELD_NUMBER: _ClassVar[int]
     identity: _weights_pb2.Identity
     table: BlobRef
     record: BlobRef
-    def __init__(self, identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., table: _Optional[_Union[BlobRef, _Mapping]] = ..., record: _Optional[_Union[BlobRef, _Mapping]] = ...) -> None: ...
+    bytes: int
+    wanted_bytes: int
+    def __init__(self, identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., table: _Optional[_Union[BlobRef, _Mapping]] = ..., record: _Optional[_Union[BlobRef, _Mapping]] = ..., bytes: _Optional[int] = ..., wanted_bytes: _Optional[int] = ...) -> None: ...
 
 class HolderHello(_message.Message):
     __slots__ = ("cluster", "kind", "name", "session_id", "host", "epoch", "held", "filling", "digest_format")
@@ -1234,7 +1238,7 @@ class WorkerGpus(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., gpus: _Optional[_Iterable[_Union[_weights_pb2.Gpu, _Mapping]]] = ...) -> None: ...
 
 class HolderStatus(_message.Message):
-    __slots__ = ("kind", "name", "connected", "held", "description", "filling", "last_filled", "progress", "slow")
+    __slots__ = ("kind", "name", "connected", "held", "description", "filling", "last_filled", "progress", "slow", "shares")
     KIND_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     CONNECTED_FIELD_NUMBER: _ClassVar[int]
@@ -1244,6 +1248,7 @@ class HolderStatus(_message.Message):
     LAST_FILLED_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     SLOW_FIELD_NUMBER: _ClassVar[int]
+    SHARES_FIELD_NUMBER: _ClassVar[int]
     kind: str
     name: str
     connected: bool
@@ -1253,7 +1258,20 @@ class HolderStatus(_message.Message):
     last_filled: RelayFilled
     progress: RelayProgress
     slow: str
-    def __init__(self, kind: _Optional[str] = ..., name: _Optional[str] = ..., connected: bool = ..., held: _Optional[_Iterable[_Union[_weights_pb2.Identity, _Mapping]]] = ..., description: _Optional[str] = ..., filling: _Optional[_Union[Filling, _Mapping]] = ..., last_filled: _Optional[_Union[RelayFilled, _Mapping]] = ..., progress: _Optional[_Union[RelayProgress, _Mapping]] = ..., slow: _Optional[str] = ...) -> None: ...
+    shares: _containers.RepeatedCompositeFieldContainer[VersionShare]
+    def __init__(self, kind: _Optional[str] = ..., name: _Optional[str] = ..., connected: bool = ..., held: _Optional[_Iterable[_Union[_weights_pb2.Identity, _Mapping]]] = ..., description: _Optional[str] = ..., filling: _Optional[_Union[Filling, _Mapping]] = ..., last_filled: _Optional[_Union[RelayFilled, _Mapping]] = ..., progress: _Optional[_Union[RelayProgress, _Mapping]] = ..., slow: _Optional[str] = ..., shares: _Optional[_Iterable[_Union[VersionShare, _Mapping]]] = ...) -> None: ...
+
+class VersionShare(_message.Message):
+    __slots__ = ("identity", "bytes", "wanted_bytes", "coming")
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    WANTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COMING_FIELD_NUMBER: _ClassVar[int]
+    identity: _weights_pb2.Identity
+    bytes: int
+    wanted_bytes: int
+    coming: bool
+    def __init__(self, identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., bytes: _Optional[int] = ..., wanted_bytes: _Optional[int] = ..., coming: bool = ...) -> None: ...
 
 class ReplicaStatus(_message.Message):
     __slots__ = ("name", "engine", "mode", "connected", "serving", "asleep", "closed_reason", "workers", "identity", "last_outcome", "host", "unfit", "label_problem", "pool", "gpus", "unopened", "engine_check", "desired", "drift", "hold", "stage_memory")
@@ -1514,7 +1532,7 @@ class WantTable(_message.Message):
     def __init__(self, wants: _Optional[_Iterable[_Union[WantTable.Wants, _Mapping]]] = ..., relays: _Optional[_Iterable[_Union[WantTable.Relay, _Mapping]]] = ...) -> None: ...
 
 class RelayFilled(_message.Message):
-    __slots__ = ("fence", "identity", "problem", "bytes", "missing", "missing_cells", "faults", "brought", "again", "overruled", "wait_seconds", "fill_seconds", "table", "attempt", "sent", "received", "span")
+    __slots__ = ("fence", "identity", "problem", "bytes", "missing", "missing_cells", "faults", "brought", "again", "overruled", "wait_seconds", "fill_seconds", "table", "attempt", "sent", "received", "span", "wanted_bytes")
     class Brought(_message.Message):
         __slots__ = ("source", "bytes")
         SOURCE_FIELD_NUMBER: _ClassVar[int]
@@ -1539,6 +1557,7 @@ class RelayFilled(_message.Message):
     SENT_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     SPAN_FIELD_NUMBER: _ClassVar[int]
+    WANTED_BYTES_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     identity: _weights_pb2.Identity
     problem: _weights_pb2.Problem
@@ -1556,7 +1575,8 @@ class RelayFilled(_message.Message):
     sent: Rate
     received: Rate
     span: Span
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., bytes: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[_weights_pb2.Problem, _Mapping]]] = ..., missing_cells: _Optional[int] = ..., faults: _Optional[_Iterable[_Union[_weights_pb2.Problem, _Mapping]]] = ..., brought: _Optional[_Iterable[_Union[RelayFilled.Brought, _Mapping]]] = ..., again: _Optional[int] = ..., overruled: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., fill_seconds: _Optional[float] = ..., table: _Optional[bytes] = ..., attempt: _Optional[int] = ..., sent: _Optional[_Union[Rate, _Mapping]] = ..., received: _Optional[_Union[Rate, _Mapping]] = ..., span: _Optional[_Union[Span, _Mapping]] = ...) -> None: ...
+    wanted_bytes: int
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., bytes: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[_weights_pb2.Problem, _Mapping]]] = ..., missing_cells: _Optional[int] = ..., faults: _Optional[_Iterable[_Union[_weights_pb2.Problem, _Mapping]]] = ..., brought: _Optional[_Iterable[_Union[RelayFilled.Brought, _Mapping]]] = ..., again: _Optional[int] = ..., overruled: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., fill_seconds: _Optional[float] = ..., table: _Optional[bytes] = ..., attempt: _Optional[int] = ..., sent: _Optional[_Union[Rate, _Mapping]] = ..., received: _Optional[_Union[Rate, _Mapping]] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., wanted_bytes: _Optional[int] = ...) -> None: ...
 
 class Rate(_message.Message):
     __slots__ = ("bytes_per_second", "seconds")
@@ -1577,14 +1597,16 @@ class RelayPassedOn(_message.Message):
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., attempt: _Optional[int] = ..., sent: _Optional[_Union[Rate, _Mapping]] = ...) -> None: ...
 
 class RelayProgress(_message.Message):
-    __slots__ = ("fence", "bytes_done", "bytes_total")
+    __slots__ = ("fence", "bytes_done", "bytes_total", "identity")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     BYTES_DONE_FIELD_NUMBER: _ClassVar[int]
     BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     bytes_done: int
     bytes_total: int
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., bytes_done: _Optional[int] = ..., bytes_total: _Optional[int] = ...) -> None: ...
+    identity: _weights_pb2.Identity
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., bytes_done: _Optional[int] = ..., bytes_total: _Optional[int] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ...) -> None: ...
 
 class LetGo(_message.Message):
     __slots__ = ("tables",)

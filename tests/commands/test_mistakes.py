@@ -300,6 +300,7 @@ def test_the_status_shows_what_relays_hold_and_who_filled_them() -> None:
         name="a",
         connected=True,
         held=[identity],
+        shares=[manager_pb2.VersionShare(identity=identity)],
         filling=manager_pb2.Filling(memory_bytes=200 << 30),
         last_filled=manager_pb2.RelayFilled(identity=identity, brought=brought, fill_seconds=0.5),
     )

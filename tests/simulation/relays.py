@@ -188,7 +188,11 @@ class RelayShell(MemberShell):
         slot.filled, slot.lacks = command.identity, frozenset(lacks)
         truth.sources[ref_of(slot.table()).digest] = slot
         told = manager_pb2.RelayFilled(
-            bytes=SLICES - len(lacks), missing=list(lacks.values()), missing_cells=len(lacks), brought=passing.brought()
+            bytes=SLICES - len(lacks),
+            wanted_bytes=SLICES,
+            missing=list(lacks.values()),
+            missing_cells=len(lacks),
+            brought=passing.brought(),
         )
         if table is not None and self.sends is not None:
             told.sent.CopyFrom(self.sends)

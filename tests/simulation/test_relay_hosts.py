@@ -227,7 +227,14 @@ def test_a_relay_whose_origin_is_lost_goes_on_with_what_it_has(story: Story, com
     a.crash()
     if origin == "a":
         story.join_relay("a", A)
-    story.wait(41.0)
+    manager, shares = story.cluster.manager, set()
+    assert manager is not None
+    while not result:
+        story.wait(0.05)
+        for holder in manager.machine.status().holders:
+            shares |= {(each.bytes, each.wanted_bytes) for each in holder.shares if holder.name == "b"}
+    assert shares == {(come, SLICES), (SLICES, SLICES)}, "the page shows how much of it there is"
+    story.wait(5.0)
     (report,) = result
     assert outcomes(report) == {far.name: NEW}, report
     assert holds(far) == report.identity

@@ -53,11 +53,14 @@ class Holding:
     identity: Version
     table: manager_pb2.BlobRef
     record: manager_pb2.BlobRef | None  # None: it brings none
+    bytes: int = 0  # that it has, for people
+    wanted_bytes: int = 0  # of all that it is to hold, for people; 0: unknown
 
     @classmethod
     def of(cls, held: manager_pb2.Held) -> Holding:
         """Makes it of what a hello says."""
-        return cls(Version.of(held.identity), held.table, held.record if held.HasField("record") else None)
+        record = held.record if held.HasField("record") else None
+        return cls(Version.of(held.identity), held.table, record, held.bytes, held.wanted_bytes)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.events import OperatorHold
 from ckpt_engine.machines.manager.holdings import Holdings, sealed_versions
 from ckpt_engine.machines.manager.lineages import lineages
-from ckpt_engine.machines.manager.members import Replica
+from ckpt_engine.machines.manager.members import Holder, Replica
 from ckpt_engine.machines.manager.publications import Publications
 from ckpt_engine.machines.manager.reconcile import Drift
 from ckpt_engine.machines.manager.relay_facts import slow_relays
@@ -76,6 +76,7 @@ def status_of(
             last_filled=holder.words.last_filled,
             progress=holder.words.progress,
             slow=slow.get(source, ""),
+            shares=_shares(holder),
         )
     answer.sealed.extend(sealed_versions(state))
     for owner in sorted(holdings):
@@ -87,6 +88,21 @@ def status_of(
         desired = None if content is None else content.identity
         answer.replicas.append(_replica(replica, desired, drift, state.holds.get(name)))
     return answer
+
+
+def _shares(holder: Holder) -> list[manager_pb2.VersionShare]:
+    """How much of each version a holder has; the one that is being brought is last, and once."""
+    progress = holder.words.progress if holder.peer is not None else None
+    coming = None if progress is None else Version.or_none(progress.identity)
+    shares = [
+        manager_pb2.VersionShare(identity=held.identity.message(), bytes=held.bytes, wanted_bytes=held.wanted_bytes)
+        for held in holder.held
+        if held.identity != coming
+    ]
+    if progress is not None and coming is not None:
+        done, total = progress.bytes_done, progress.bytes_total
+        shares.append(manager_pb2.VersionShare(identity=progress.identity, bytes=done, wanted_bytes=total, coming=True))
+    return shares
 
 
 def _replica(

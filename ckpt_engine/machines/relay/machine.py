@@ -45,6 +45,8 @@ class HeldNotice:
     identity: Version
     table: bytes  # a serialised SourceTable
     record: bytes  # a serialised SealedRecord
+    bytes: int  # that it has of the version
+    wanted_bytes: int  # of all that it is to hold of it
 
 
 RelayCommand: TypeAlias = Run | StopFilling
@@ -150,7 +152,14 @@ class RelayFilling:
         """Passes progress on to the manager, unless its filling was overtaken."""
         work = self._work
         if work is not None and not work.overtaken and Fence.of(work.command.fence) == Fence.of(report.fence):
-            self._send(RelayProgress(fence=report.fence, bytes_done=report.bytes_done, bytes_total=report.bytes_total))
+            self._send(
+                RelayProgress(
+                    fence=report.fence,
+                    bytes_done=report.bytes_done,
+                    bytes_total=report.bytes_total,
+                    identity=work.command.identity,
+                )
+            )
 
     def stop(self) -> None:
         """Stops filling, since the process is to end."""
@@ -209,7 +218,9 @@ class RelayFilling:
         answer = RelayFilled(table=blob_digest(filled.table))
         answer.MergeFrom(filled.answer)
         self._slots[work.slot] = _SlotState(
-            held=HeldNotice(Version.of(command.identity), filled.table, filled.record),
+            held=HeldNotice(
+                Version.of(command.identity), filled.table, filled.record, answer.bytes, answer.wanted_bytes
+            ),
             answer=answer,
             needs=_digests(command.needs),
             everything=command.everything,

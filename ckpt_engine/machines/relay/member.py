@@ -78,7 +78,12 @@ class RelayMachine(HolderMachine):
         return max(super()._obeyed(), self._filling.epoch)
 
     def _hold(self, versions: tuple[HeldNotice, ...]) -> None:
-        self._offer(tuple(OfferedVersion(each.table, each.record, each.identity.message()) for each in versions))
+        self._offer(
+            tuple(
+                OfferedVersion(each.table, each.record, each.identity.message(), each.bytes, each.wanted_bytes)
+                for each in versions
+            )
+        )
 
     def _answer(self, body: Answer) -> None:
         if not isinstance(body, manager_pb2.RelayProgress):

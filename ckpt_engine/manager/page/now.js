@@ -3,7 +3,7 @@
 import { byId, list, listOr, make, say, show } from "./dom.js";
 import { copyable, operations } from "./operate.js";
 import { badge, cell, table } from "./parts.js";
-import { bytes, counted, digits, named, quoted, seconds } from "./words.js";
+import { bytes, counted, digits, named, percent, quoted, seconds } from "./words.js";
 
 const STATES = {
   REPLICA_STATE_SERVING: "serving",
@@ -142,7 +142,7 @@ function relayRow() {
       state = now;
       cells[1].replaceChildren(badge(now, now.split(",")[0]));
     }
-    cells[2].replaceChildren(make("span", {}, relay.held.map((each) => `${each.version} of ${named(each.lineage)}`).join(", ") || "nothing"),
+    cells[2].replaceChildren(...(relay.shares.length ? relay.shares.map(share) : [make("span", {}, "nothing")]),
       make("small", { class: "soft" }, relay.filling ? `${bytes(relay.filling.memory_bytes)} of memory` : ""));
     cells[3].replaceChildren(make("span", { class: "number" }, !last ? "–" : last.problem ? "failed"
       : `${bytes(last.bytes)} in ${seconds(last.fill_seconds)}`));
@@ -151,6 +151,18 @@ function relayRow() {
     show(why.parentElement, why.textContent !== "");
   }
   return { element, update };
+}
+
+/** How much a relay has of one version. */
+function share({ identity, bytes: has, wanted_bytes: wanted, coming }) {
+  const part = Number(wanted) ? Math.min(1, Number(has) / Number(wanted)) : 1;
+  const amount = Number(wanted) ? `${bytes(has)} of ${bytes(wanted)}${coming ? ", coming" : ""}` : "";
+  const fill = make("span", { class: coming ? "coming" : part < 1 ? "part" : "whole" });
+  fill.style.width = `${100 * part}%`;
+  const version = `${identity.version} of ${named(identity.lineage)}`;
+  return make("div", { class: "share", title: amount }, make("span", {}, version),
+    make("div", { class: "bar", role: "img", "aria-label": `${version}: ${amount || "held"}` }, fill),
+    make("small", { class: "soft" }, coming || part < 1 ? percent(part) : ""));
 }
 
 const lineages = table(["lineage", "ranks", "replicas", "last version"], "lineages");

@@ -13,6 +13,10 @@ export function seconds(count) {
   return `${Math.floor(whole / 60)}${THIN}min ${whole % 60}${THIN}s`;
 }
 
+export function percent(part) {
+  return `${Math.floor(100 * part)}${THIN}%`;
+}
+
 export function bytes(count) {
   let size = Number(count);
   for (const unit of ["B", "kB", "MB", "GB"]) {
