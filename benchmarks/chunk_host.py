@@ -16,7 +16,7 @@ import torch
 
 from ckpt_engine.core.offers import region_offered
 from ckpt_engine.relay.arena import Arena
-from ckpt_engine.transport.base import ChunkRuns, Network
+from ckpt_engine.transport.base import ChunkRuns, LentChunks, Network
 from ckpt_engine.transport.tcp.server import TcpChunkLender
 
 KEY = b"b" * 16
@@ -54,7 +54,7 @@ def main() -> None:
     memory.copy_(torch.randint(0, 256, memory.shape, dtype=torch.uint8))
     lender = TcpChunkLender(arena.lendable(), Network("127.0.0.1:0", "127.0.0.1", 5.0))
     chunks = chunks_in(arena.slot_bytes, chunk, run)
-    lending = lender.lend(0, KEY, chunks.__getitem__, range(len(chunks)))
+    lending = lender.lend(LentChunks(0, KEY, chunks.__getitem__, range(len(chunks))))
     for number in range(len(chunks)):
         lending.verified(number)
     listener = socket.create_server(("127.0.0.1", 0))

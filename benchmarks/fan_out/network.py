@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from ckpt_engine.relay.asking import LOOK_CHUNKS
 from ckpt_engine.relay.chunk_search import ChunkSearch, Question, Trail
-from ckpt_engine.transport.base import ChunkAsk
+from ckpt_engine.transport.base import ChunkAsk, LentChunks
 from ckpt_engine.transport.tcp.lending import Asker, TcpLending
 
 NEVER = np.inf
@@ -119,12 +119,10 @@ class _Simulation:
         changed = threading.Condition()
         changed.acquire()  # for all of the simulation, which has one thread
         every = range(len(sizes))
+        lent = LentChunks(0, b"", lambda chunk: (), every)
         self._relays = {name: _Node(name, each.host, as_asker=Asker(name)) for name, each in relays.items()}
         self._origins = {
-            name: _Node(
-                name, host, TcpLending(0, b"", lambda chunk: (), every, lambda rate: None, changed), has=set(every)
-            )
-            for name, host in origins.items()
+            name: _Node(name, host, TcpLending(lent, changed), has=set(every)) for name, host in origins.items()
         }
         self._nodes = {**self._relays, **self._origins}
         for name, each in relays.items():

@@ -61,7 +61,7 @@ class ChunkOrder:
         for number, (key, size) in enumerate(zip(np.packbits(want_matrix, axis=1), sizes, strict=True)):
             grid = grids.get(key.tobytes())
             if grid is None:
-                grid = grids[key.tobytes()] = _Grid(len(grids), np.flatnonzero(want_matrix[number][wants]), rates)
+                grid = grids[key.tobytes()] = _Grid(np.flatnonzero(want_matrix[number][wants]), rates)
             if not self._grid_of or self._grid_of[-1] is not grid:
                 grid.begin(sent)
             column, first = grid.deal(size, sent)
@@ -80,16 +80,6 @@ class ChunkOrder:
         """The relay that asks the origin for a chunk, to pass it on; empty: none passes it on."""
         return self._names[self._first[chunk]] if self._first[chunk] >= 0 else ""
 
-    def column(self, chunk: int) -> tuple[int, int]:
-        """The grid and the column that were dealt a chunk: two chunks with the same are asked of the same relays, but
-        for their firsts."""
-        grid = self._grid_of[chunk]
-        return grid.number, self._column[chunk]
-
-    def peers(self, name: str, chunks: Collection[int]) -> frozenset[str]:
-        """The relays that a relay asks for these chunks as long as none of them fails."""
-        return frozenset(other for chunk in chunks for other in self.before(name, chunk)[:1])
-
 
 class _Grid:
     """Relays that want the same chunks. Those that pass on are dealt the chunks, in their order.
@@ -97,8 +87,7 @@ class _Grid:
     wanting: places of the relays in the table, rising. rates: by place.
     """
 
-    def __init__(self, number: int, wanting: _Places, rates: npt.NDArray[np.float64]) -> None:
-        self.number = number
+    def __init__(self, wanting: _Places, rates: npt.NDArray[np.float64]) -> None:
         passing = wanting[rates[wanting] > 0]
         count = 1 if len(passing) <= ONE_COLUMN else isqrt(len(passing) - 1) + 1
         rows = -(-len(passing) // count)

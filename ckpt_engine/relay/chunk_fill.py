@@ -105,14 +105,14 @@ class ChunkFilling:
                 stop_at,
             )
         total = sum(self.chunks[number].bytes for number in self.places.held)
-        kept = sum(self.chunks[number].bytes for number in self.places.held if self._is_kept(number))
+        at_first = sum(self.chunks[number].bytes for number in self.places.held if self._is_kept(number))
         results: list[FillResult] = []
 
         def report(done: int, _: int) -> None:
             if lending is not None and done:
                 lending.moved()
             come = sum(sum(each.bytes_by_source.values()) for each in results)
-            progress(kept + come + done + (questions.done_bytes if questions is not None else 0), total)
+            progress(at_first + come + done + (questions.done_bytes if questions is not None else 0), total)
 
         def read(cells: frozenset[int]) -> FillResult:
             arrived = passing.arrived if passing is not None else None

@@ -37,7 +37,7 @@ from ckpt_engine.relay.sources import Sources
 from ckpt_engine.relay.ways import Ways
 from ckpt_engine.source.digests import digest_atoms
 from ckpt_engine.transport.askers import KeptAskers
-from ckpt_engine.transport.base import ChunkLending, Network, Transport
+from ckpt_engine.transport.base import ChunkLending, LentChunks, Network, Transport
 from ckpt_engine.v1.manager_pb2 import WantTable
 from ckpt_engine.v1.weights_pb2 import (
     Atoms,
@@ -402,9 +402,8 @@ class Slots:
             lent.resume()
             return lent
         key = filling.key(ready.recorded)
-        lent = self._lent[slot] = self._ways.lend_chunks(
-            slot, key, filling.places.runs, filling.places.held, wish.passed
-        )
+        chunks = LentChunks(slot, key, filling.places.runs, filling.places.held, wish.passed)
+        lent = self._lent[slot] = self._ways.lend_chunks(chunks)
         return lent
 
     def _table(self, wish: FillWish, ready: _Ready) -> ChunkTable | None:

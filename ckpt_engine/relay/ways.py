@@ -6,15 +6,14 @@ Decides nothing about when.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from ckpt_engine.core.offers import region_offered
-from ckpt_engine.core.rates import Rate
 from ckpt_engine.core.relay_layout import Group
 from ckpt_engine.core.transports import chunk_kinds, make, relay_transport
 from ckpt_engine.relay.arena import Arena
 from ckpt_engine.relay.door import ArenaDoor
-from ckpt_engine.transport.base import ChunkLender, ChunkLending, ChunkRuns, Network
+from ckpt_engine.transport.base import ChunkLender, ChunkLending, LentChunks, Network
 from ckpt_engine.v1.weights_pb2 import OfferedRegion
 
 
@@ -50,16 +49,9 @@ class Ways:
         """Processes that map it now, and connections of other relays."""
         return self._door.readers + (self._lender.readers if self._lender is not None else 0)
 
-    def lend_chunks(
-        self,
-        slot: int,
-        key: bytes,
-        runs: Callable[[int], ChunkRuns],
-        chunks: Collection[int],
-        passed: Callable[[Rate], None],
-    ) -> ChunkLending | None:
-        """Lends a slot to other relays from the begin of its filling. See ChunkLender; None: none reaches it."""
-        return None if self._lender is None else self._lender.lend(slot, key, runs, chunks, passed)
+    def lend_chunks(self, lent: LentChunks) -> ChunkLending | None:
+        """Lends a slot to other relays from the begin of its filling; None: none reaches it."""
+        return None if self._lender is None else self._lender.lend(lent)
 
     def regions(self, slot: int, groups: Sequence[Group]) -> list[OfferedRegion]:
         """A region for each group, as processes of this host map it."""

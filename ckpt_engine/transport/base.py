@@ -224,6 +224,18 @@ ChunkRuns = Sequence[tuple[int, int]]
 """(offset in the slot, length), bytes: where a chunk lies, in the order in which its bytes travel."""
 
 
+@dataclass(frozen=True, slots=True)
+class LentChunks:
+    """The chunks of one version in one slot, as they are lent to relays of other hosts."""
+
+    slot: int
+    key: bytes  # 16 bytes, by which askers name the version (`core.chunks.chunk_key`)
+    runs: Callable[[int], ChunkRuns]  # where a chunk lies
+    chunks: Collection[int]  # that the slot is to hold; others are refused at once
+    # Called on any thread with the rate at which chunks were sent, whenever the last asker has left.
+    passed: Callable[[Rate], None] = lambda rate: None
+
+
 class ChunkLending(Protocol):
     """One version in one slot, as relays of other hosts ask for its chunks. It lasts from the begin of the filling
     until the slot is retired. Any thread."""
@@ -273,20 +285,8 @@ class ChunkLender(Protocol):
         """Relays that are connected now."""
         ...
 
-    def lend(
-        self,
-        slot: int,
-        key: bytes,
-        runs: Callable[[int], ChunkRuns],
-        chunks: Collection[int],
-        passed: Callable[[Rate], None],
-    ) -> ChunkLending:
-        """Begins the filling of a slot without readers.
-
-        key: 16 bytes, by which askers name the version (`core.chunks.chunk_key`). runs: where a chunk lies. chunks:
-        those that the slot is to hold; others are refused at once. passed: called on any thread with the rate at which
-        chunks were sent, whenever the last asker has left.
-        """
+    def lend(self, lent: LentChunks) -> ChunkLending:
+        """Begins the filling of a slot without readers."""
         ...
 
     def refuse(self, slot: int) -> None:

@@ -31,6 +31,7 @@ from ckpt_engine.planning.model import read_model
 from ckpt_engine.security.grants import Tokens
 from ckpt_engine.source.digests import digest_atoms
 from ckpt_engine.source.safetensors import INDEX, read_directory, read_header
+from ckpt_engine.transport.base import LentChunks
 from ckpt_engine.transport.cuda_ipc.reader import CudaIpcTransport
 from ckpt_engine.transport.file.files import FileTransport
 from ckpt_engine.transport.shared_memory.memory import SharedMemoryTransport
@@ -144,7 +145,7 @@ def regions() -> Iterator[Callable[[bytes], None]]:
 def relay_askers() -> Iterator[Callable[[bytes], None]]:
     """What another relay says that asks for chunks over TCP: a greeting, a name, then questions."""
     lendings = Lendings(bytes(16), 0.0)
-    lendings.lend(1, bytes(16), lambda chunk: [(64 * chunk, 64)], range(2)).verified(1)
+    lendings.lend(LentChunks(1, bytes(16), lambda chunk: [(64 * chunk, 64)], range(2))).verified(1)
 
     def take(data: bytes) -> None:
         said = wire.read_hello(data[: wire.HELLO.size])

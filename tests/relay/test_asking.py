@@ -19,7 +19,7 @@ from ckpt_engine.core.sealed_record import ProvenRecord
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.relay import asking, chunk_search
 from ckpt_engine.relay.slots import FillWish, Slots, SlotVersion, Want
-from ckpt_engine.transport.base import Network
+from ckpt_engine.transport.base import LentChunks, Network
 from ckpt_engine.transport.registry import all_transports
 from ckpt_engine.transport.tcp import lending
 from ckpt_engine.v1.manager_pb2 import WantTable
@@ -167,7 +167,7 @@ def test_damaged_bytes_go_no_further(world: World, monkeypatch: pytest.MonkeyPat
     def spoil(self: lending.TcpLending, chunk: int) -> None:
         if not damaged and threading.current_thread().name == "ckpt-engine asks relay near" and self.owner_is_a:
             damaged.append(chunk)
-            ((offset, _), *_) = self.runs(chunk)
+            ((offset, _), *_) = self.lent.runs(chunk)
             world.relays["a"]._arena.tensor(0, offset, (1,), torch.uint8).add_(1)
         verified(self, chunk)
 
@@ -175,8 +175,8 @@ def test_damaged_bytes_go_no_further(world: World, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(lending.TcpLending, "verified", spoil)
     lend = world.relays["a"]._ways.lend_chunks
 
-    def mark(*arguments: object) -> object:
-        found = lend(*arguments)  # type: ignore[arg-type]
+    def mark(lent: LentChunks) -> object:
+        found = lend(lent)
         found.owner_is_a = True  # type: ignore[union-attr]
         return found
 
@@ -222,11 +222,8 @@ def test_a_relay_that_sends_slowly_is_left_for_others(world: World, monkeypatch:
     world.near()
     lend = world.relays["a"]._ways.lend_chunks
 
-    def slowly(*arguments: object) -> object:
-        found = lend(*arguments)  # type: ignore[arg-type]
-        runs = found.runs  # type: ignore[union-attr]
-        found.runs = lambda chunk: (time.sleep(0.3), runs(chunk))[1]  # type: ignore[union-attr]
-        return found
+    def slowly(lent: LentChunks) -> object:
+        return lend(replace(lent, runs=lambda chunk: (time.sleep(0.3), lent.runs(chunk))[1]))
 
     monkeypatch.setattr(world.relays["a"]._ways, "lend_chunks", slowly)
     held = {name: world.fill(name) for name in NAMES}

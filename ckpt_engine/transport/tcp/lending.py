@@ -11,13 +11,13 @@ import hmac
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckpt_engine.core.problems import invalid, unavailable
 from ckpt_engine.core.rates import Flow, Rate, rate_of
-from ckpt_engine.transport.base import ChunkAsk, ChunkRuns
+from ckpt_engine.transport.base import ChunkAsk, ChunkRuns, LentChunks
 from ckpt_engine.transport.tcp.wire import TOKEN_BYTES, Hello
 
 REPLACED = "another version is brought into its place"
@@ -41,29 +41,18 @@ class _Grant:
 class TcpLending:
     """One version in one slot. See ChunkLending. changed: of all slots."""
 
-    def __init__(
-        self,
-        slot: int,
-        key: bytes,
-        runs: Callable[[int], ChunkRuns],
-        chunks: Collection[int],
-        passed: Callable[[Rate], None],
-        changed: threading.Condition,
-    ) -> None:
-        self.slot = slot
-        self.key = key
-        self.runs = runs
+    def __init__(self, lent: LentChunks, changed: threading.Condition) -> None:
+        self.lent = lent
         self.pulse = 1  # grows with each sign of progress
         self.is_lent = True  # whether chunks that are being sent may still be
         self.end_reason = ""  # why no more questions are answered
         self.held: dict[Asker, list[float]] = {}  # askers that are sent something, or read it: since when, each
-        self._chunks = frozenset(chunks)
+        self._chunks = frozenset(lent.chunks)
         self._verified: set[int] = set()
         self._never: set[int] = set()
         self._filled = False
         self._grants: dict[int, _Grant] = {}
         self._named: dict[tuple[str, int], str] = {}  # by asker's name and chunk: the relay that it was sent to
-        self._passed = passed
         self._changed = changed
         self._askers: set[Asker] = set()
         self._flows: dict[str, list[Flow]] = {}  # by asker's name
@@ -188,7 +177,7 @@ class TcpLending:
 
     def _report(self) -> None:
         if (rate := self.sent) is not None:
-            self._passed(rate)
+            self.lent.passed(rate)
 
 
 class ChunkSend(NamedTuple):
@@ -258,7 +247,7 @@ class Lendings:
     def _answer(self, key: bytes, chunk: int, how: ChunkAsk, asker: Asker) -> ChunkSend | To | Not | Pulse:
         if not self._open:
             raise unavailable("this relay is being stopped")
-        known = [each for each in self._slots.values() if hmac.compare_digest(each.key, key)]
+        known = [each for each in self._slots.values() if hmac.compare_digest(each.lent.key, key)]
         known.sort(key=lambda each: (not each.has(chunk), bool(each.why_not(chunk))))
         if not known:
             return Not("it does not have this version now", may_come=True) if how == ChunkAsk.NOW else Pulse(0)
@@ -272,7 +261,7 @@ class Lendings:
             return To(relay)
         if lending.has(chunk):
             lending.hold(asker)
-            return ChunkSend(lending, lending.runs(chunk))
+            return ChunkSend(lending, lending.lent.runs(chunk))
         return (
             Not(f"it does not have chunk {chunk} yet", may_come=True) if how == ChunkAsk.NOW else Pulse(lending.pulse)
         )
@@ -285,24 +274,17 @@ class Lendings:
     def leave(self, asker: Asker, key: bytes | None = None) -> None:
         """Notes that an asker asks for no more chunks of a version, or of any, as its connection has ended."""
         with self._changed:
-            found = [each.leave(asker) for each in self._slots.values() if key is None or each.key == key]
+            found = [each.leave(asker) for each in self._slots.values() if key is None or each.lent.key == key]
         for report in filter(None, found):
             report()
 
     # -- the relay
 
-    def lend(
-        self,
-        slot: int,
-        key: bytes,
-        runs: Callable[[int], ChunkRuns],
-        chunks: Collection[int],
-        passed: Callable[[Rate], None] = lambda rate: None,
-    ) -> TcpLending:
+    def lend(self, lent: LentChunks) -> TcpLending:
         """Begins the filling of a slot. See ChunkLender."""
         with self._changed:
-            self._end(slot)
-            lending = self._slots[slot] = TcpLending(slot, key, runs, chunks, passed, self._changed)
+            self._end(lent.slot)
+            lending = self._slots[lent.slot] = TcpLending(lent, self._changed)
             self._changed.notify_all()
             return lending
 

@@ -18,14 +18,14 @@ import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 
 from ckpt_engine.addresses import bound_socket, join_address, split_address
 from ckpt_engine.core.loopback import is_loopback
 from ckpt_engine.core.problems import CkptEngineError, invalid, unavailable
-from ckpt_engine.core.rates import Flow, Rate
+from ckpt_engine.core.rates import Flow
 from ckpt_engine.host.forks import forget_in_children
-from ckpt_engine.transport.base import ArenaMemory, ChunkRuns, Network
+from ckpt_engine.transport.base import ArenaMemory, ChunkRuns, LentChunks, Network
 from ckpt_engine.transport.tcp import tls, wire
 from ckpt_engine.transport.tcp.kind import NAME
 from ckpt_engine.transport.tcp.lending import REPLACED, Asker, ChunkSend, Lendings, Not, Pulse, TcpLending, To
@@ -119,16 +119,9 @@ class TcpChunkLender:
         with self._lock:
             return len(self._admitted)
 
-    def lend(
-        self,
-        slot: int,
-        key: bytes,
-        runs: Callable[[int], ChunkRuns],
-        chunks: Collection[int],
-        passed: Callable[[Rate], None] = lambda rate: None,
-    ) -> TcpLending:
+    def lend(self, lent: LentChunks) -> TcpLending:
         """Begins the filling of a slot."""
-        return self._lendings.lend(slot, key, runs, chunks, passed)
+        return self._lendings.lend(lent)
 
     def refuse(self, slot: int) -> None:
         """Refuses further questions about the slot."""
@@ -286,7 +279,7 @@ class _AskerConnection:
             send(self._connection, wire.refusal(wire.LATER if found.may_come else wire.NOT, found.why))
         elif question.placed and len(found.runs) <= wire.MOST_RUNS and len(self._places) < MOST_PLACES:
             self._places.append((found.lending, question.chunk))
-            send(self._connection, wire.place(found.lending.slot, found.runs))
+            send(self._connection, wire.place(found.lending.lent.slot, found.runs))
         else:
             self._send_chunk(found, question.chunk)
 
@@ -299,7 +292,7 @@ class _AskerConnection:
                 if not found.lending.is_lent:
                     send(self._connection, wire.refusal(wire.GONE, REPLACED))
                     return
-                self._send_frame(found.lending.slot, part)
+                self._send_frame(found.lending.lent.slot, part)
                 sent += sum(length for _, length in part)
             is_whole = True
         finally:
