@@ -110,6 +110,8 @@ class _Placing:
             for name, found in self._reached.items()
         }
         self._held = {name: self._made_of(sources) for name, sources in holding.items() if name in self._relays}
+        both = ((name, self._held.get(name, frozenset[int]()) | self._direct[name]) for name in self._relays)
+        self._has = {name: parts for name, parts in both if parts}  # few relays have any of it
 
     def found(self) -> Placements:
         chosen: set[str] = set()
@@ -121,7 +123,7 @@ class _Placing:
             chosen |= {other for other in origins[name] if other not in self._held}
             for other in origins[name]:
                 load[other] = load.get(other, 0) + 1
-            has[name] = self._direct[name].union(*(self._has(other) for other in origins[name]))
+            has[name] = self._direct[name].union(*(self._has[other] for other in origins[name]))
         unreached = {}
         for name in self._targets:
             if not has[name]:
@@ -129,9 +131,13 @@ class _Placing:
             if not has[name]:
                 unreached[name] = self._why_unreached(name)
         filled = {name for name in {*self._targets, *chosen} if name not in unreached}
+        children_of: dict[str, list[str]] = {}
+        for name in self._targets:
+            for other in origins[name]:
+                children_of.setdefault(other, []).append(name)
         by_relay = {}
         for name in sorted(filled):
-            children = tuple(sorted(other for other in self._targets if name in origins[other] and other != name))
+            children = tuple(children_of.get(name, ()))
             lacking = self._all - has[name] if name in has else frozenset[int]()
             by_relay[name] = Placement(
                 sources=tuple(sorted(self._reached[name], key=lambda each: (self._distance(each, name), each))),
@@ -147,8 +153,7 @@ class _Placing:
         """The relays that a target asks for what its sources lack: all that hold it, and the fewest of those that reach
         it themselves; of equal ones those that are filled anyway, then the near ones with the fewest children."""
         missing = set(self._all - self._direct[name])
-        # Few relays have any of it: whether the others can be asked does not matter.
-        useful = [other for other in self._relays if other != name and self._has(other) & missing]
+        useful = [other for other, parts in self._has.items() if other != name and parts & missing]
         lenders = [other for other in useful if self._asks(name, other)]
         found = [other for other in lenders if self._held.get(other, frozenset()) & missing]
         for other in found:
@@ -170,9 +175,6 @@ class _Placing:
             found.append(best)
             missing -= self._direct[best]
         return found
-
-    def _has(self, name: str) -> frozenset[int]:
-        return self._held.get(name, frozenset()) | self._direct[name]
 
     def _made_of(self, sources: Collection[str]) -> frozenset[int]:
         """The parts that these sources have."""
