@@ -261,7 +261,8 @@ class ChunkSearch:
         trail = self.remaining.get(number)
         if trail is None or how != ChunkAsk.WAIT or trail.named or trail.first != name:
             return False
-        return self._come - trail.rank > BEHIND * self._ranked
+        at_once = AHEAD * len(self._open)  # so many may come before it by chance
+        return self._come - trail.rank > max(BEHIND * self._ranked, at_once)
 
     def take_over(self, seconds: float) -> None:
         """With too few questions open, asks others for chunks that wait for the relay that owes most. seconds: since

@@ -160,7 +160,8 @@ class _Relay:
 
     async def _perform(self, task: Task) -> object:
         assert isinstance(task, CountSlot | FillSlot | LetGoOf), "a relay's machine asks for nothing else"
-        fills = isinstance(task, FillSlot)
+        if fills := isinstance(task, FillSlot):
+            self._work.begin()
         self._state.filling = fills or self._state.filling
         try:
             done = await self._loop.run_in_executor(self._worker, self._work.perform, task, self._progress(task))

@@ -258,11 +258,12 @@ class Slots:
         seconds: float,
         progress: Progress = lambda done, total: None,
         more: bool = False,
+        stop: FillStop | None = None,
     ) -> SlotVersion:
         """Brings a version into a slot and lends it. The former version is gone once counting has succeeded.
 
         progress: called on this thread. more: cells that the slot holds of this version, for equal needs, stay as they
-        are and lent; only the others are brought.
+        are and lent; only the others are brought. stop: ends this filling, as `Slots.stop`; may be asked before it.
 
         Raises as `count`, and DEADLINE_EXCEEDED or ABORTED (`stop`, `close`); the slot holds nothing then. Cells that
         could not be brought are not an error: they are in `SlotVersion.filled.missing` and not in the table. A second
@@ -273,7 +274,8 @@ class Slots:
             if self._closed:
                 raise aborted("this relay is being stopped")
             self._stop.ask(keep=False)
-            self._stop = stop = FillStop()
+            self._stop = stop = stop or FillStop()
+            stop.check()
         with self._writes(seconds):
             ready = self._count(slot, wish, more)
             return self._fill(slot, wish, ready, stop_at, stop, progress)

@@ -12,7 +12,7 @@ from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.core.rates import Rate
 from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, LetGoOf, RelayTask, SlotFilled
-from ckpt_engine.relay.fill import NAMED, Progress
+from ckpt_engine.relay.fill import NAMED, FillStop, Progress
 from ckpt_engine.relay.slots import FillWish, Slots, SlotVersion, Want
 from ckpt_engine.v1 import manager_pb2
 from ckpt_engine.v1.manager_pb2 import BlobRef, FillRelay, RelayFilled, WantTable
@@ -34,6 +34,11 @@ class RelayWork:
         self._fetch = fetch
         self._passed = passed
         self._fetched: tuple[FillRelay, FillWish] | None = None
+        self._stop = FillStop()
+
+    def begin(self) -> None:
+        """Makes `stop` mean the next filling, which `perform` may begin on another thread later."""
+        self._stop = FillStop()
 
     def perform(self, task: RelayTask, progress: Progress = lambda done, total: None) -> object:
         """Carries out a task; returns its result, as machines/relay/tasks.py has it. progress: of filling. Raises
@@ -42,7 +47,7 @@ class RelayWork:
             return self._slots.count(task.slot, self._wish(task.command, task.seconds), task.seconds, task.more)
         if isinstance(task, FillSlot):
             wish = self._wish(task.command, task.seconds)
-            held = self._slots.fill(task.slot, wish, task.seconds, progress, task.more)
+            held = self._slots.fill(task.slot, wish, task.seconds, progress, task.more, self._stop)
             self._fetched = None
             return SlotFilled(canonical(held.table), canonical(held.record), filled_report(held))
         assert isinstance(task, LetGoOf)
@@ -50,8 +55,8 @@ class RelayWork:
         return None
 
     def stop(self, keep: bool = False) -> None:
-        """Stops a current filling. keep: see StopFilling."""
-        self._slots.stop(keep)
+        """Stops the filling that has begun last. keep: see StopFilling."""
+        self._stop.ask(keep)
 
     def _wish(self, command: FillRelay, seconds: float) -> FillWish:
         """The version that a command asks for. Its blobs are fetched once for counting and filling."""

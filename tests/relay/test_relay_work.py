@@ -68,6 +68,7 @@ class Relay:
         while self._todo:
             run = self._todo.pop(0)
             assert isinstance(run.task, CountSlot | FillSlot)
+            self.work.begin()
             try:
                 done = Done(run.key, self.work.perform(run.task))
             except CkptEngineError as error:
@@ -76,10 +77,8 @@ class Relay:
         (answer,) = self.answers[before:]
         return answer
 
-    def fill(
-        self, epoch: int, recorded: ProvenRecord, sources: list[SourceTable], keep: ProvenRecord | None = None
-    ) -> RelayFilled:
-        command = FillRelay(
+    def command(self, epoch: int, recorded: ProvenRecord, sources: list[SourceTable]) -> FillRelay:
+        return FillRelay(
             fence=Fence(cluster="cluster", epoch=epoch),
             identity=Identity(lineage="run", version=epoch, root=recorded.root),
             record=self.put(canonical(recorded.record)),
@@ -87,6 +86,11 @@ class Relay:
             everything=True,
             deadline_seconds=60.0,
         )
+
+    def fill(
+        self, epoch: int, recorded: ProvenRecord, sources: list[SourceTable], keep: ProvenRecord | None = None
+    ) -> RelayFilled:
+        command = self.command(epoch, recorded, sources)
         if keep is not None:
             command.keep.CopyFrom(Identity(lineage="run", version=epoch - 1, root=keep.root))
         answer = self.tell(command)
@@ -116,6 +120,23 @@ def test_versions_come_and_go_and_what_is_held_proves_itself(slots: Slots) -> No
         for held in relay.held:
             assert read_record(SealedRecord.FromString(held.record), held.identity.root).root == held.identity.root
         before = recorded
+
+
+def test_a_filling_that_is_stopped_before_its_thread_has_begun_does_not_begin(slots: Slots) -> None:
+    checkpoint = Checkpoint(TensorParallel(0, 1).checkpoint(), 1)
+    recorded = seal(checkpoint, [])
+    relay = Relay(slots)
+    task = FillSlot(0, relay.command(1, recorded, tables(checkpoint)), 60.0)
+    relay.work.begin()
+    relay.work.stop(keep=True)
+    with pytest.raises(CkptEngineError) as caught:
+        relay.work.perform(task)
+    assert caught.value.problem.code == Problem.ABORTED
+    relay.work.begin()
+    relay.work.perform(task)
+    held = slots.held(0)
+    assert held is not None
+    assert not held.filled.missing
 
 
 def test_what_cannot_be_brought_is_said_and_what_was_held_stays(slots: Slots) -> None:
