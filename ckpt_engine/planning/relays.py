@@ -1,7 +1,7 @@
 """What relays would do in an update: the manager's own rules, applied to planned relays. Pure.
 
-Other modules decide whether a relay is filled (machines/manager/relay_or_collective.py), from what (core/placing.py),
-and which relay asks which for a chunk (core/chunk_order.py). This one counts the bytes.
+Other modules decide whether a relay is filled (machines/manager/relay_or_collective.py), from what
+(core/placements.py), and which relay asks which for a chunk (core/chunk_order.py). This one counts the bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from ckpt_engine.core.chunk_order import ChunkOrder, ChunkRelay
-from ckpt_engine.core.placing import Origin, Placement, Placements, Station, as_reader, placements
+from ckpt_engine.core.placements import Origin, Placement, Placements, Station, as_reader, placements
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.reach import Distance
 from ckpt_engine.core.topology import Choice, choose_transport

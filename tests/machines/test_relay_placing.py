@@ -6,7 +6,7 @@ import pytest
 
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.manifest import DIGEST_FORMAT
-from ckpt_engine.core.placing import Placement
+from ckpt_engine.core.placements import Placement
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Peer, Published
 from ckpt_engine.machines.manager.course import Course

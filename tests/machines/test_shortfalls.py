@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt_engine.core.placing import Placement
+from ckpt_engine.core.placements import Placement
 from ckpt_engine.machines.manager.members import Holder
 from ckpt_engine.machines.manager.placing import PlacedFilling, shortfalls
 from ckpt_engine.v1.manager_pb2 import RelayFilled

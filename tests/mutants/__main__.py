@@ -45,7 +45,7 @@ def _about_relays_in_updates() -> str:
     """Tests of the manager's side of relays: its machine alone, then stories of the simulation."""
     names = ("relay_hosts", "relay_stories", "relay_failures", "held_stories", "fan_out_stories", "busy_rules")
     stories = " ".join(f"tests/simulation/test_{name}.py" for name in names)
-    return f"tests/machines/test_relay_placing.py tests/core/test_placing.py {stories} --timeout=60"
+    return f"tests/machines/test_relay_placing.py tests/core/test_placements.py {stories} --timeout=60"
 
 
 def _gate(*names: str) -> str:

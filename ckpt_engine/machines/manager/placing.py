@@ -3,8 +3,8 @@
 - A relay is filled for the replicas with a worker that reaches it. It gets what all workers of its host need, also
   workers of replicas that are disconnected now. If other relays ask it as an origin, it gets what they need, too.
 - All relays are commanded at once. Each reads the sources of its host, and asks other relays for the rest: those that
-  want the same, and origins (`core.placing`), which may still be filled themselves. Which one it asks for which chunk
-  it decides by the table of its command, which names all of them.
+  want the same, and origins (`core.placements`), which may still be filled themselves. Which one it asks for which
+  chunk it decides by the table of its command, which names all of them.
 - A relay that failed is commanded again as soon as there is an origin that its last command did not name, and else a
   few times, since a network may be cut for a moment. One whose origin is left out is commanded again at once; one
   that lacks something waits until a lost origin is back or left out.
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckpt_engine.core.placing import Placement, placements
+from ckpt_engine.core.placements import Placement, placements
 from ckpt_engine.core.problems import deadline, precondition, unavailable
 from ckpt_engine.core.relay_remedy import relay_remedy
 from ckpt_engine.core.version import Version
@@ -109,7 +109,7 @@ class RelayPlacing:
         self._kept_tables: dict[str, bytes] = {}  # by relay, the table by which replicas read what is to be kept
         self._needs = KnownNeeds(course.state, recipients, course.goal.published)
         self._fillings: dict[str, PlacedFilling] = {}
-        self._held: Mapping[str, tuple[str, ...]] = {}  # relays that hold it and are asked: see core.placing.Placements
+        self._held: Mapping[str, tuple[str, ...]] = {}  # that hold it and are asked: see core.placements.Placements
         self._generation: dict[str, int] = {}  # of relays that ask: the later they were placed, the higher
         self._tables: dict[int, manager_pb2.WantTable] = {}  # by generation, until anything changes
         self._started = False

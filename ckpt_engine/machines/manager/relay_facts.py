@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from ckpt_engine.core.placing import Origin, Station
+from ckpt_engine.core.placements import Origin, Station
 from ckpt_engine.core.rates import slow
 from ckpt_engine.core.reach import by_directory
 from ckpt_engine.core.transports import reading_kinds, relay_transport

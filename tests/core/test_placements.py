@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from ckpt_engine.core.placing import Origin, Placements, Station, as_reader, placements
+from ckpt_engine.core.placements import Origin, Placements, Station, as_reader, placements
 from ckpt_engine.core.problems import precondition
 from ckpt_engine.core.reach import Distance
 from ckpt_engine.core.topology import Choice
