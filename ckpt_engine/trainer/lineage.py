@@ -57,8 +57,8 @@ def _launched(environment: Mapping[str, str]) -> tuple[int, int]:
             return rank, size
     rank, size = (_number(environment.get(name, "")) for name in TORCHRUN)
     if (rank or 0) > 0 or (size or 1) > 1:
-        said = " and ".join(f"{name} is {environment.get(name) or 'not set'}" for name in TORCHRUN)
-        raise invalid(f"{said}: set both to numbers, as torchrun does, or give rank and world_size")
+        words = " and ".join(f"{name} is {environment.get(name) or 'not set'}" for name in TORCHRUN)
+        raise invalid(f"{words}: set both to numbers, as torchrun does, or give rank and world_size")
     return 0, 1
 
 
