@@ -1,30 +1,29 @@
-"""Answers one request whose prompts are token ids: runs its samples and writes the answer. On the gateway's loop."""
+"""Runs the samples of one request, and answers one whose prompts are token ids. On the gateway's loop."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
-from ckpt_engine.gateway.dialect import Dialect, ParsedRequest
+from ckpt_engine.gateway.dialect import Dialect, Legs, ParsedRequest
 from ckpt_engine.gateway.journey import Journey, Wishes
 from ckpt_engine.gateway.placing import Placing
 from ckpt_engine.gateway.stitching import AnswerPiece, Stitch
 from ckpt_engine.gateway.writing import Writer
 
 
-class Answering:
-    """Answers one request. Run `work` once. `so_far` has the partial answer, also after `work` failed or was
+class Samples(ABC):
+    """The samples of one request. Run `work` once. `so_far` has the partial answer, also after `work` failed or was
     cancelled."""
 
-    def __init__(
-        self, placing: Placing, dialect: type[Dialect], request: ParsedRequest, wishes: Wishes, writer: Writer
-    ) -> None:
+    def __init__(self, placing: Placing, dialect: Legs, request: ParsedRequest, wishes: Wishes, writer: Writer) -> None:
         self._placing, self._wishes, self._writer = placing, wishes, writer
-        self._request = request
-        self._dialect = dialect(request, uuid.uuid4().hex, int(time.time()))
+        self._request, self._legs = request, dialect
         self._stitches = [Stitch(single) for single in request.singles]
         self._arrival = time.monotonic()
         self._first = False
@@ -40,10 +39,19 @@ class Answering:
             await self._sample(0, self._stitches[0])
         else:
             await self._samples()
-        if self._request.stream:
-            await self._writer.events(self._dialect.closing(self._stitches), done=True)
-        else:
-            await self._writer.whole(self._dialect.whole(self._stitches))
+        await self._end()
+
+    @abstractmethod
+    async def _tell(self, number: int, stitch: Stitch, piece: AnswerPiece) -> None:
+        """Tells the caller of a stream what a piece of sample `number` brought."""
+
+    @abstractmethod
+    async def _end(self) -> None:
+        """Tells the caller the end of the stream, or the whole answer."""
+
+    def _judge(self, number: int) -> Callable[[AnswerPiece], Awaitable[None]] | None:
+        """See Journey."""
+        return None
 
     async def _samples(self) -> None:
         """Runs all samples at once. The first that fails ends the others."""
@@ -55,7 +63,7 @@ class Answering:
             raise errors.exceptions[0] from errors
 
     async def _sample(self, number: int, stitch: Stitch) -> None:
-        journey = Journey(self._placing, self._dialect, stitch, self._wishes)
+        journey = Journey(self._placing, self._legs, stitch, self._wishes, self._judge(number))
         async with aclosing(journey.pieces()) as pieces:
             async for piece in pieces:
                 if not self._first and stitch.tokens:
@@ -64,18 +72,34 @@ class Answering:
                 if self._request.stream:
                     await self._tell(number, stitch, piece)
 
-    async def _tell(self, number: int, stitch: Stitch, piece: AnswerPiece) -> None:
-        finished = stitch.finish is not None
-        await self._writer.events([self._dialect.chunk(number, stitch, piece, finished)])
-
     def so_far(self) -> dict[str, Any]:
         """The partial answer: the token ids of each sample, and the versions that made them."""
         if not any(stitch.tokens for stitch in self._stitches):
             return {}
-        return {"choices": [_partial_choice(self._dialect, number, each) for number, each in enumerate(self._stitches)]}
+        return {"choices": [_partial_choice(self._legs, number, each) for number, each in enumerate(self._stitches)]}
 
 
-def _partial_choice(dialect: Dialect, number: int, stitch: Stitch) -> dict[str, Any]:
+class Answering(Samples):
+    """Answers a request in the form in which its engine is asked."""
+
+    def __init__(
+        self, placing: Placing, dialect: type[Dialect], request: ParsedRequest, wishes: Wishes, writer: Writer
+    ) -> None:
+        self._dialect = dialect(request, uuid.uuid4().hex, int(time.time()))
+        super().__init__(placing, self._dialect, request, wishes, writer)
+
+    async def _tell(self, number: int, stitch: Stitch, piece: AnswerPiece) -> None:
+        finished = stitch.finish is not None
+        await self._writer.events([self._dialect.chunk(number, stitch, piece, finished)])
+
+    async def _end(self) -> None:
+        if self._request.stream:
+            await self._writer.events(self._dialect.closing(self._stitches), done=True)
+        else:
+            await self._writer.whole(self._dialect.whole(self._stitches))
+
+
+def _partial_choice(dialect: Legs, number: int, stitch: Stitch) -> dict[str, Any]:
     choice = {"index": number, "token_ids": list(stitch.tokens), "finish_reason": None}
     if stitch.finish is not None:
         choice["finish_reason"] = stitch.finish.reason

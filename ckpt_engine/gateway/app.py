@@ -30,6 +30,7 @@ from ckpt_engine.gateway.large_json import LARGE_BYTES, values_of
 from ckpt_engine.gateway.passing import PassedRequest
 from ckpt_engine.gateway.placing import Placing
 from ckpt_engine.gateway.refusals import RefusedError, bad_request
+from ckpt_engine.gateway.rendered_request import RenderedRequest
 from ckpt_engine.gateway.responses import RESPONSES_ROUTE, PassedResponse
 from ckpt_engine.gateway.wishes import once, wishes_of
 from ckpt_engine.gateway.writing import PROBLEM, CallerGoneError, Writer
@@ -37,7 +38,7 @@ from ckpt_engine.gateway.writing import PROBLEM, CallerGoneError, Writer
 log = logging.getLogger("ckpt_engine.gateway")
 
 PASSED = ("/v1/chat/completions",)
-"""Routes for requests that are always passed on unchanged."""
+"""Routes for requests that are passed on unchanged, unless an engine renders them."""
 
 NO_MODELS = RefusedError(503, refusals.NO_REPLICA, "no replica has said yet which model it serves")
 
@@ -177,6 +178,8 @@ class Gateway:
         key = session or _text_key(body, request)
         wishes = wishes_of(headers, field, key, prompt, self.placing.settings, authorized)
         speakers = engines.speakers.get(route, frozenset())
+        if dialect is None and wishes.resume and (forms := engines.rendered.get(route)):
+            return RenderedRequest(self.placing, route, forms, body, wishes, writer)
         if request is None or request.whole or dialect is None:
             able = frozenset[str]() if dialect is not None and dialect.of_any_engine else speakers
             if dialect is None:

@@ -1,7 +1,7 @@
 """What a dialect is: the form of one route, on the caller's side and on the engine's. Pure.
 
 A dialect reads a body into singles, writes the body of each leg, reads an engine's events into pieces, and writes what
-callers get. It decides nothing about replicas.
+callers get. It decides nothing about replicas. Its engine's side alone is `Legs`, which rendered dialects have too.
 """
 
 from __future__ import annotations
@@ -35,17 +35,11 @@ class ParsedRequest:
     session: str = ""  # the session that the body names; empty: none
 
 
-class Dialect(ABC):
-    """One route. An instance serves one request."""
+class Legs(ABC):
+    """How one request is put to engines, leg by leg. An instance serves one request."""
 
     route: ClassVar[str]
-    of_any_engine: ClassVar[bool] = False
-    """Whether every engine's server has the route, so that a request that is only passed on may go to any."""
-
-    @classmethod
-    @abstractmethod
-    def read(cls, body: Mapping[str, Any]) -> ParsedRequest | None:
-        """Parses a body; None: its prompts are not ids, so it can only be passed on. Raises RefusedError (400)."""
+    """Where engines are asked; a dialect's callers ask there too."""
 
     def __init__(self, request: ParsedRequest, identifier: str, created: int) -> None:
         """identifier, created (Unix seconds): as the answer names them."""
@@ -64,6 +58,29 @@ class Dialect(ABC):
     def finish(self, kind: str, detail: Any) -> Finish:
         """The finish of a sample in this dialect, where the engine's own did not arrive."""
 
+    def about_versions(self, stitch: Stitch) -> dict[str, Any]:
+        """The `ckpt_engine` object of a sample's answer: its versions and legs."""
+        legs = [
+            {"replica": leg.replica, "first": leg.offset, "count": leg.count, "ended": leg.outcome}
+            for leg in stitch.legs
+        ]
+        about = {**version_summary(stitch.spans()), "resumes": stitch.resumes, "legs": legs}
+        if (scored := stitch.prompt_span()) is not None:
+            about["prompt"] = scored.to_dict()
+        return {**about, "not_resumable": self.request.not_resumable} if self.request.not_resumable else about
+
+
+class Dialect(Legs):
+    """One route whose prompts are ids."""
+
+    of_any_engine: ClassVar[bool] = False
+    """Whether every engine's server has the route, so that a request that is only passed on may go to any."""
+
+    @classmethod
+    @abstractmethod
+    def read(cls, body: Mapping[str, Any]) -> ParsedRequest | None:
+        """Parses a body; None: its prompts are not ids, so it can only be passed on. Raises RefusedError (400)."""
+
     @abstractmethod
     def chunk(self, number: int, stitch: Stitch, piece: AnswerPiece, finished: bool) -> dict[str, Any]:
         """The event for the caller's stream that carries this piece of sample `number`. finished: it is the last."""
@@ -75,17 +92,6 @@ class Dialect(ABC):
     @abstractmethod
     def whole(self, stitches: Sequence[Stitch]) -> Any:
         """The whole answer, for a caller that does not stream."""
-
-    def about_versions(self, stitch: Stitch) -> dict[str, Any]:
-        """The `ckpt_engine` object of a sample's answer: its versions and legs."""
-        legs = [
-            {"replica": leg.replica, "first": leg.offset, "count": leg.count, "ended": leg.outcome}
-            for leg in stitch.legs
-        ]
-        about = {**version_summary(stitch.spans()), "resumes": stitch.resumes, "legs": legs}
-        if (scored := stitch.prompt_span()) is not None:
-            about["prompt"] = scored.to_dict()
-        return {**about, "not_resumable": self.request.not_resumable} if self.request.not_resumable else about
 
 
 class MalformedError(Exception):

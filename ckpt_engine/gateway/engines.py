@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ckpt_engine.core.problems import precondition
 from ckpt_engine.engine.kinds import UnknownAdapterError, engine_kind, engine_names
 from ckpt_engine.gateway.dialect import Dialect
+from ckpt_engine.gateway.rendering import RenderedDialect
 from ckpt_engine.http_client.connections import Answer
 
 log = logging.getLogger("ckpt_engine.gateway")
@@ -47,6 +48,8 @@ class GatewaySide:
     passed: tuple[str, ...] = ()
     """Its routes without a dialect, to which requests are passed on as they came. One of them may be missing in a
     server, by its model or its options."""
+    rendered: tuple[type[RenderedDialect], ...] = ()
+    """Its dialects whose prompts are messages, each at its callers' route."""
     mark: Mark | None = None
     """None: it cannot be recognised, so any dialect is tried with it."""
     load: Load | None = None
@@ -85,6 +88,11 @@ class Engines:
         self.passed = {
             route: frozenset(name for name, side in self.sides.items() if route in side.passed) for route in routes
         }
+        # Route to the rendered dialect of each kind of engine that has one there.
+        self.rendered: dict[str, dict[str, type[RenderedDialect]]] = {}
+        for name, side in self.sides.items():
+            for rendered in side.rendered:
+                self.rendered.setdefault(rendered.caller_route, {})[name] = rendered
         # Kinds of engine with events that name the version of each token.
         self.labelling = frozenset(name for name, side in self.sides.items() if side.labels_each_token)
 

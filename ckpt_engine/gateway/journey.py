@@ -11,13 +11,13 @@ import contextlib
 import random
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 
 from ckpt_engine.gateway import refusals
-from ckpt_engine.gateway.dialect import Dialect, EngineError, MalformedError, load_event
+from ckpt_engine.gateway.dialect import EngineError, Legs, MalformedError, load_event
 from ckpt_engine.gateway.fleet import FleetReplica, ReplicaNews, VersionWant, Visit
 from ckpt_engine.gateway.json_numbers import dump
 from ckpt_engine.gateway.placing import Placing, UnsuitedError
@@ -55,8 +55,18 @@ class Wishes:
 class Journey:
     """The legs of one sample. Iterate `pieces` once; closing the iteration cancels the running leg."""
 
-    def __init__(self, placing: Placing, dialect: Dialect, stitch: Stitch, wishes: Wishes) -> None:
+    def __init__(
+        self,
+        placing: Placing,
+        dialect: Legs,
+        stitch: Stitch,
+        wishes: Wishes,
+        judge: Callable[[AnswerPiece], Awaitable[None]] | None = None,
+    ) -> None:
+        """judge: called with each piece that the stitch has taken, before anything else is done with it. It may finish
+        the stitch, and drop tokens of the piece."""
         self._placing, self._dialect, self._stitch, self._wishes = placing, dialect, stitch, wishes
+        self._judge = judge
         self._settings, self._metrics = placing.settings, placing.metrics
         self._want = wishes.want
         self._suspects = Suspects(placing.upstream, self._settings.deaths, self._settings.dying)
@@ -157,14 +167,18 @@ class Journey:
                         break
                 if combined.says:
                     visit.begin()
+                    if self._judge is not None:
+                        await self._judge(combined)
                     if stitch.finish is not None:
                         await self._check_last(member, visit, delivered)
                     yield combined
-                if failure is not None:
+                if failure is not None and stitch.finish is None:
                     raise failure
                 if aborted:
                     return
                 if stitch.finish is not None:
+                    if combined.finish is None:
+                        return  # the judge finished it, and the engine would go on
                     with contextlib.suppress(BrokenError, TimeoutError):
                         async with asyncio.timeout(END_SECONDS):
                             async for _ in events:

@@ -17,7 +17,15 @@ from ckpt_engine.gateway.journey import Wishes
 from ckpt_engine.gateway.json_numbers import dump, finite_json, load_answer
 from ckpt_engine.gateway.placing import Placing, UnsuitedError
 from ckpt_engine.gateway.refusals import RefusedError
-from ckpt_engine.gateway.samples import has_ended, name_versions, samples_of, says, stamp_versions, was_aborted
+from ckpt_engine.gateway.samples import (
+    PASSED_ON,
+    has_ended,
+    name_versions,
+    samples_of,
+    says,
+    stamp_versions,
+    was_aborted,
+)
 from ckpt_engine.gateway.stitching import Leg
 from ckpt_engine.gateway.upstream import BrokenError, NoRouteError, NotAdmittedError, Stream
 from ckpt_engine.gateway.versions import Span
@@ -37,7 +45,17 @@ class AbortedError(Exception):
 class PassedRequest:
     """Passes one request on to a replica. Call `work` once."""
 
-    def __init__(self, placing: Placing, route: str, body: Mapping[str, Any], wishes: Wishes, writer: Writer) -> None:
+    def __init__(
+        self,
+        placing: Placing,
+        route: str,
+        body: Mapping[str, Any],
+        wishes: Wishes,
+        writer: Writer,
+        why: str = PASSED_ON,
+    ) -> None:
+        """why: it is not resumed."""
+        self._why = why
         self._placing, self._route, self._body = placing, route, body
         self._wishes, self._writer = wishes, writer
         self._ids: dict[int, list[int]] = {}
@@ -96,7 +114,7 @@ class PassedRequest:
         """Raises RefusedError unless an interrupted answer can start again from its beginning."""
         cause = f"an update interrupted it at {member.name} (pause mode abort)"
         if self._started:
-            why = f"{cause}, and a request that is passed on as it came is not resumed"
+            why = f"{cause}, and a request that is passed on as it came is not resumed{self._because()}"
             raise RefusedError(502, refusals.NOT_RESUMABLE, why) from error
         if not self._wishes.resume:
             raise RefusedError(502, refusals.RESUME_OFF, f"{cause}, and the caller switched resuming off") from error
@@ -104,10 +122,13 @@ class PassedRequest:
             raise RefusedError(502, refusals.NO_PROGRESS, f"{cause}, and so were {tries - 1} tries before") from error
         self._ids.clear()
 
+    def _because(self) -> str:
+        return "" if self._why == PASSED_ON else f": {self._why}"
+
     def _broken(self, member: FleetReplica, error: BrokenError) -> RefusedError:
         self._placing.failed(member, str(error))
         detail = f"{member.name} broke off ({error}), and a request that is passed on as it came is not resumed"
-        return RefusedError(502, refusals.NOT_RESUMABLE, detail)
+        return RefusedError(502, refusals.NOT_RESUMABLE, f"{detail}{self._because()}")
 
     async def _relay(self, stream: Stream, member: FleetReplica, visit: Visit, leg: Leg) -> None:
         """Relays the answer of one engine. Raises AbortedError, RefusedError and BrokenError."""
@@ -124,9 +145,9 @@ class PassedRequest:
         if any(map(was_aborted, samples)):
             raise AbortedError
         believed = not member.news.mislabels
-        await self._check(name_versions(content, leg, believed), member, visit, leg)
+        await self._check(name_versions(content, leg, believed, why=self._why), member, visit, leg)
         if samples:
-            name_versions(content, leg, believed)
+            name_versions(content, leg, believed, why=self._why)
             if self._writer.stamps:
                 stamp_versions(content)
             body = dump(content)
@@ -151,8 +172,8 @@ class PassedRequest:
                     checked = True
                     counts = {number: len(ids) for number, ids in self._ids.items()}
                     believed = not member.news.mislabels
-                    await self._check(name_versions(content, leg, believed, counts), member, visit, leg)
-                    name_versions(content, leg, believed, counts)
+                    await self._check(name_versions(content, leg, believed, counts, self._why), member, visit, leg)
+                    name_versions(content, leg, believed, counts, self._why)
                     if self._writer.stamps:
                         stamp_versions(content)
                     data = dump(content)

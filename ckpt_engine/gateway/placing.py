@@ -79,9 +79,13 @@ class Placing:
             if able:
                 return self.fleet.members[choose(key, {member.name: member.load for member in able})]
             self.check(want, patience)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_SECONDS):
-                    await self._news.wait()
+            await self.look()
+
+    async def look(self) -> None:
+        """Waits until the fleet may look different: a replica may become available by time alone."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_SECONDS):
+                await self._news.wait()
 
     def check(self, want: VersionWant, patience: Patience) -> None:
         """Raises RefusedError if a request has waited as long as it may."""

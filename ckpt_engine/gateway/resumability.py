@@ -20,6 +20,7 @@ class FieldKind(Enum):
     TRAVELS = "goes on every leg as it came"
     COUNTED = "reduced by the tokens so far"
     FIRST = "goes on the first leg only"
+    RENDERED = "an engine turns it into the prompt's ids, once, or into the answer's form"
     OURS = "the gateway sets it on each leg, and answers it itself"
     NEVER = "makes the request not resumable, unless it has a neutral value"
     WHOLE = "makes the request one that is passed on as it came: engines do not stream what it asks for"

@@ -57,12 +57,16 @@ def _brings(sample: Mapping[str, Any]) -> bool:
 
 
 def name_versions(
-    content: Any, leg: Leg, believed: bool = True, streamed: Mapping[int, int] | None = None
+    content: Any,
+    leg: Leg,
+    believed: bool = True,
+    streamed: Mapping[int, int] | None = None,
+    why: str = PASSED_ON,
 ) -> list[Span]:
     """Adds `ckpt_engine` to each sample that has ended. Returns all their spans.
 
     believed: whether to trust the engine's labels. streamed: how many ids a stream has brought of each sample so far;
-    None: the answer is whole.
+    None: the answer is whole. why: it is not resumable.
     """
     all_spans: list[Span] = []
     samples = samples_of(content)
@@ -76,7 +80,7 @@ def name_versions(
         if not count:
             summary["spans"] = [{**each, "count": None} for each in summary["spans"]]
         one = {"replica": leg.replica, "first": 0, "count": count, "ended": "whole"}
-        sample["ckpt_engine"] = {**summary, "resumes": 0, "legs": [one], "not_resumable": PASSED_ON}
+        sample["ckpt_engine"] = {**summary, "resumes": 0, "legs": [one], "not_resumable": why}
     return all_spans
 
 

@@ -175,6 +175,10 @@ class Stitch:
             self.finish = finishes(LENGTH, len(self.tokens))
         return self.finish is not None
 
+    def end(self, finish: Finish) -> None:
+        """Finishes the sample within the running leg, for a reason that its engine does not know."""
+        self.finish, self.leg.outcome = finish, WHOLE
+
     def cut(self, count: int) -> None:
         """Drops the tokens after the first `count`, which no caller has seen yet."""
         drop = len(self.tokens) - count

@@ -113,6 +113,10 @@ class Engine:
         self.listen(self.stack)
         await until(lambda: not member.down)
 
+    def more_routes(self) -> list[Route]:
+        """Of a kind of engine that has others."""
+        return []
+
     def app(self) -> Starlette:
         async def info(_request: Request) -> Response:
             return JSONResponse({"engine": self._kind, "running": self.inside, "waiting": 0})
@@ -125,6 +129,7 @@ class Engine:
 
         return Starlette(
             routes=[
+                *self.more_routes(),
                 Route("/v1/completions", self._complete, methods=["POST"]),
                 Route("/v1/chat/completions", self._complete, methods=["POST"]),
                 Route("/generate", self._complete, methods=["POST"]),

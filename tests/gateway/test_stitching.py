@@ -352,6 +352,7 @@ def test_the_page_has_the_tables() -> None:
         fields.COMPLETIONS,
         fields.INFERENCE,
         fields.INFERENCE_SAMPLING,
+        fields.CHATS,
         generate.FIELDS,
         generate.SAMPLING,
     ]

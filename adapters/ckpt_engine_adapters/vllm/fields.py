@@ -25,6 +25,9 @@ from ckpt_engine.gateway.resumability import (
 from ckpt_engine.gateway.single import Single, leg_seed
 from ckpt_engine.gateway.stitching import ABORT, ERROR, Finish
 
+PROMPT_TEXT = "the answer has the prompt's text, which its tokens' route does not send"
+OTHER_LOGPROBS = "the route that turns tokens into a chat does not know it"
+
 _VLLM_SAMPLING: dict[str, FieldRule] = {
     **rules(FieldKind.TRAVELS, "temperature top_p top_k min_p stop_token_ids ignore_eos skip_special_tokens"),
     **rules(FieldKind.TRAVELS, "spaces_between_special_tokens logprobs logit_bias allowed_token_ids logprob_token_ids"),
@@ -73,6 +76,26 @@ INFERENCE: Table = {
 """vLLM's `/inference/v1/generate`, beside its `sampling_params`."""
 
 INFERENCE_SAMPLING: Table = {**_VLLM_SAMPLING, **rules(FieldKind.OURS, "output_kind")}
+
+CHATS: Table = {
+    **_VLLM_SAMPLING,
+    **rules(FieldKind.TRAVELS, "model user priority cache_salt session_id top_logprobs stop"),
+    **rules(FieldKind.COUNTED, "max_completion_tokens"),
+    **rules(FieldKind.OURS, "stream stream_options request_id return_token_ids"),
+    **rules(FieldKind.RENDERED, "messages tools parallel_tool_calls reasoning_effort include_reasoning documents"),
+    **rules(FieldKind.RENDERED, "add_generation_prompt continue_final_message add_special_tokens chat_template"),
+    **rules(FieldKind.RENDERED, "chat_template_kwargs truncate_prompt_tokens truncation_side return_token_offsets"),
+    **rules(FieldKind.RENDERED, "metadata store service_tier safety_identifier prompt_cache_key"),
+    **rules(FieldKind.NEVER, "tool_choice", (None, "none", "auto"), GRAMMAR),
+    **rules(FieldKind.NEVER, "response_format", (None, {"type": "text"}), GRAMMAR),
+    **rules(FieldKind.NEVER, "use_beam_search", why=BEAM),
+    **rules(FieldKind.NEVER, "length_penalty", (None, 1, 1.0), BEAM),
+    **rules(FieldKind.NEVER, "echo return_prompt_text", why=PROMPT_TEXT),
+    **rules(FieldKind.NEVER, "logprob_token_ids return_tokens_as_token_ids", why=OTHER_LOGPROBS),
+    **rules(FieldKind.NEVER, "mm_processor_kwargs media_io_kwargs mm_payload return_mm_kwargs", why=NOT_IDS),
+    **rules(FieldKind.NEVER, "kv_transfer_params ec_transfer_params", why=ELSEWHERE),
+}
+"""vLLM's `/v1/chat/completions`."""
 
 
 def finish_of(reason: Any, stop_reason: Any) -> Finish | None:

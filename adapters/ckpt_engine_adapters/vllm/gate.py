@@ -66,6 +66,12 @@ class VllmGate(Gate):
             "/ping",
             "/redoc",
             "/static/",  # what /docs shows where there is no Internet
+            # They need the tokenizer alone. Kept, a chat's text could not follow its tokens into a pause that waits for
+            # running requests to end.
+            "/v1/chat/completions/derender",
+            "/v1/chat/completions/render",
+            "/v1/completions/derender",
+            "/v1/completions/render",
             "/v1/models",
             "/version",
         }
@@ -88,11 +94,7 @@ class VllmGate(Gate):
             "/v1/audio/translations",
             "/v1/chat/completions",
             "/v1/chat/completions/batch",
-            "/v1/chat/completions/derender",
-            "/v1/chat/completions/render",
             "/v1/completions",
-            "/v1/completions/derender",
-            "/v1/completions/render",
             "/v1/embeddings",
             "/v1/messages",
             "/v1/messages/count_tokens",

@@ -6,6 +6,7 @@ import re
 
 from ckpt_engine.gateway.engines import GatewaySide, Load, Mark
 from ckpt_engine.http_client.connections import Answer
+from ckpt_engine_adapters.vllm.chats import Chats
 from ckpt_engine_adapters.vllm.completions import Completions
 from ckpt_engine_adapters.vllm.inference import Inference
 
@@ -20,6 +21,7 @@ def _count(answer: Answer) -> int | None:
 SIDE = GatewaySide(
     dialects=(Completions, Inference),
     passed=("/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize"),
+    rendered=(Chats,),
     mark=Mark("/openapi.json", "/inference/v1"),
     load=Load("/metrics", _count),
 )
