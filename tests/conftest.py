@@ -57,6 +57,7 @@ LONGEST = (
     "test_relays_engines.py",
     "test_vllm_updates.py",
     "test_slurm.py",
+    "test_chats_engines.py",
     "test_gateway_engines.py",
     "test_engine_image.py",
     "test_vllm_nodes.py",
