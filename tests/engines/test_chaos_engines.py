@@ -16,21 +16,20 @@ APART = 6.0
 """Seconds from one update to the next: what two replicas on two processors sustain, and tokens between."""
 
 
-@needs_vllm
 @pytest.mark.slow
-def test_vllm(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("engine", "route"),
+    [
+        pytest.param("vllm", "/inference/v1/generate", marks=needs_vllm),
+        pytest.param("sglang", "/generate", marks=needs_sglang),
+    ],
+)
+def test_three_minutes(tmp_path: Path, engine: str, route: str) -> None:
     def start(cluster: Cluster, name: str) -> None:
-        own = relay_folder(cluster.path)
-        start_vllm(cluster, name, cluster.path / "bare", "--enable-scale-out", environment=own)
+        bare, own = cluster.path / "bare", relay_folder(cluster.path)
+        if engine == "vllm":
+            start_vllm(cluster, name, bare, "--enable-scale-out", environment=own)
+        else:
+            start_sglang(cluster, name, bare, environment=own)
 
-    route = "/inference/v1/generate"
     play(tmp_path, start, 2, 16, 180, crossed=5, late=0, route=route, apart=APART, make=make_tiny_qwen3)
-
-
-@needs_sglang
-@pytest.mark.slow
-def test_sglang(tmp_path: Path) -> None:
-    def start(cluster: Cluster, name: str) -> None:
-        start_sglang(cluster, name, cluster.path / "bare", environment=relay_folder(cluster.path))
-
-    play(tmp_path, start, 2, 16, 180, crossed=5, late=0, route="/generate", apart=APART, make=make_tiny_qwen3)

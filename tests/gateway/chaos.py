@@ -189,8 +189,11 @@ class Streams:
                 error = event["error"]
                 if error.get("reason") in OF_BOUNDS and answer.bounds:
                     answer.reason = error["reason"]
-                    (choice,) = error.get("choices") or [{}]
-                    answer.said = choice.get("ckpt_engine", {})
+                    if self._route == "/v1/completions":
+                        # The reference engine labels each token before it is sent. Real ones do so at a stream's end:
+                        # then the error tells the caller of which versions the tokens are that it has.
+                        (choice,) = error.get("choices") or [{}]
+                        answer.said = choice.get("ckpt_engine", {})
                 else:
                     answer.error = str(error)
             elif event != "[DONE]" and "output_ids" in event:
