@@ -36,6 +36,7 @@ TAKES = (FleetState.SERVING, FleetState.DRAINING)
 """States in which a gate takes requests: while it drains it keeps them until its weights are whole again."""
 
 ABORT = "abort"
+IN_PLACE = "in_place"
 ENDS = (ABORT, "wait")
 """Pause modes in which a request that has a token ends before its replica takes another version."""
 
@@ -117,9 +118,22 @@ class Visit:
     def caches(self, number: int) -> str:
         """What happened to its caches when the replica installed the version of this number. It may have done so more
         than once, as after a rollback: then it is known only if all were in one mode."""
-        modes = self._modes.get(number) or self._member.modes.get(number, set())
+        modes = self._modes_of(number)
         mode = next(iter(modes)) if len(modes) == 1 else ""
-        return {"in_place": KEPT, "keep": RECOMPUTED, "unspecified": RECOMPUTED}.get(mode, UNKNOWN)
+        return {IN_PLACE: KEPT, "keep": RECOMPUTED, "unspecified": RECOMPUTED}.get(mode, UNKNOWN)
+
+    def _modes_of(self, number: int) -> set[str]:
+        """The pause modes of the installs of a version, by the news."""
+        return self._modes.get(number) or self._member.modes.get(number, set())
+
+    def entry(self, number: int) -> str:
+        """What its caches were when the version of this number made its first token. A request that the gate let in
+        under another version ran over the install, if only in a queue: it may have found caches of before."""
+        admitted = self._admitted
+        if admitted is None or admitted.version == number:
+            return RECOMPUTED
+        modes = self._modes_of(number)
+        return UNKNOWN if not modes else RECOMPUTED if IN_PLACE not in modes else KEPT if len(modes) == 1 else UNKNOWN
 
     def bounds(self) -> tuple[GatewayVersion | None, GatewayVersion | None]:
         """The lowest and the highest version that the replica can have held meanwhile."""

@@ -140,7 +140,7 @@ class Journey:
         ) as stream:
             leg = stitch.leg
             admitted = self._placing.let_in(member, visit, stream.admitted, self._want)
-            leg.bounds, leg.identify, leg.caches = visit.bounds, member.identify, visit.caches
+            leg.bounds, leg.identify, leg.caches, leg.entry = visit.bounds, member.identify, visit.caches, visit.entry
             if admitted is not None and admitted.lineage and not self._want.lineage:
                 self._want = replace(self._want, lineage=admitted.lineage)
             async with aclosing(self._read(stream, member, visit)) as pieces:

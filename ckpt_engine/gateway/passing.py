@@ -82,7 +82,7 @@ class PassedRequest:
                         member.news.url, self._route, content, self._wishes.headers, self._wishes.resume
                     ) as stream:
                         placing.let_in(member, visit, stream.admitted, want)
-                        leg = Leg(member.name, 0, member.identify, visit.bounds, visit.caches)
+                        leg = Leg(member.name, 0, member.identify, visit.bounds, visit.caches, visit.entry)
                         await self._relay(stream, member, visit, leg)
                     outcome = "whole"
                 except UnsuitedError as error:

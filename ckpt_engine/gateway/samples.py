@@ -122,4 +122,4 @@ def _facts(
 def _spans(leg: Leg, count: int | None, labels: list[Label] | None) -> list[Span]:
     if count is None:
         return [leg.span(0, 0)]
-    return leg_spans(0, count, labels, leg.identify, leg.bounds(), leg.caches)
+    return leg_spans(0, count, labels, leg.identify, leg.bounds(), leg.caches, leg.entry)

@@ -81,6 +81,7 @@ class Leg:
     # the lowest and highest version that the replica can have held meanwhile
     bounds: Callable[[], tuple[GatewayVersion | None, GatewayVersion | None]] = _unknown
     caches: Callable[[int], str] = _recomputed  # what became of them when the replica took a version
+    entry: Callable[[int], str] = _recomputed  # what they were when a version made the first token
     outcome: str = ""  # how; empty while it runs
     count: int = 0
     labels: list[Label] | None = None
@@ -88,7 +89,8 @@ class Leg:
 
     def spans(self) -> list[Span]:
         """The spans of its tokens."""
-        return leg_spans(self.offset, self.count, self.labels, self.identify, self.bounds(), self.caches)
+        bounds = self.bounds()
+        return leg_spans(self.offset, self.count, self.labels, self.identify, bounds, self.caches, self.entry)
 
     def span(self, first: int, count: int) -> Span:
         """A span of the version that made its first token, for something that is not a token of the answer."""

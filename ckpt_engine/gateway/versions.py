@@ -69,13 +69,14 @@ def leg_spans(
     identify: Callable[[GatewayVersion], GatewayVersion],
     bounds: tuple[GatewayVersion | None, GatewayVersion | None],
     caches: Callable[[int], str],
+    entry: Callable[[int], str] = lambda _: RECOMPUTED,
 ) -> list[Span]:
     """Spans of one leg's `count` tokens, which begin at `first` of the answer.
 
     labels: of the leg's tokens, by the engine; used only if they cover all tokens without a gap. The chunks of a stream
     prove nothing: an engine may put tokens of two versions into one. identify: completes a label with lineage and root.
     bounds: the lowest and highest version that the replica can have held meanwhile. caches: what happened to them when
-    the replica installed the version of a number.
+    the replica installed the version of a number. entry: what they were when a version made the first token.
     """
     if count == 0:
         return []
@@ -87,7 +88,8 @@ def leg_spans(
         if end <= label.start:
             continue
         identity = None if label.made_by is None else identify(label.made_by)
-        before = RECOMPUTED if not spans else UNKNOWN if identity is None else caches(identity.version)
+        known = caches if spans else entry
+        before = UNKNOWN if identity is None and spans else RECOMPUTED if identity is None else known(identity.version)
         spans.append(Span(first + label.start, end - label.start, identity, identity, identity is not None, before))
     return spans
 

@@ -269,6 +269,7 @@ def update_for(
     apart: float,
     enough: Callable[[], bool],
     served: Callable[[int], object],
+    modes: Sequence[str] = MODES,
 ) -> int:
     """Updates through the pause modes, as far apart, for so long, and on a slow machine on until there is enough; three
     times as long at most. Version v has the weights of models[v % len(models)]. Returns the last version.
@@ -279,7 +280,7 @@ def update_for(
     while (passed := time.monotonic() - begun) < seconds or (passed < 3 * seconds and not enough()):
         version += 1
         take(model, models[version % len(models)])
-        trainer.update_weights(version=version, pause_mode=MODES[version % len(MODES)], min_replicas=1)  # type: ignore[arg-type]
+        trainer.update_weights(version=version, pause_mode=modes[version % len(modes)], min_replicas=1)  # type: ignore[arg-type]
         served(version)
         time.sleep(max(0.0, apart - (time.monotonic() - begun - passed)))
     return version
@@ -378,11 +379,13 @@ def play(
     route: str = "/v1/completions",
     apart: float = 1.0,
     make: Callable[..., Any] = make_model,
+    modes: Sequence[str] = MODES,
 ) -> Tally:
     """Runs it for so long, and longer until so many answers crossed two versions and so many legs were killed late.
 
     start: starts a replica by its name; its model is at `path / "bare"`. rollbacks: every so many updates the last one
     is taken back, from a relay that has the one before. apart: seconds from one update to the next. make: makes models.
+    modes: that the engine can be paused in.
     """
     torch.set_num_threads(1)
     models = [make(path / f"weights-{number}", number) for number in range(WEIGHTS)]
@@ -421,7 +424,7 @@ def play(
 
             taken_back: list[int] = []
             try:
-                versions = update_for(trainer, model, models, seconds, apart, enough, served)
+                versions = update_for(trainer, model, models, seconds, apart, enough, served, modes)
             finally:
                 killer.end()
                 answers = callers.end()

@@ -194,11 +194,17 @@ def test_what_became_of_caches_is_told_by_visit_since_a_replica_may_take_one_ver
     fleet.tell([draining(2, 3, "in_place")])
     fleet.tell([told("a", version=3)])
     assert first.caches(3) == "kept"
+    assert first.entry(3) == "recomputed", "the gate has not said under which version it was let in"
+    first.let_in(GatewayVersion(2, "run"))
+    assert first.entry(3) == "kept", "it was let in before, and waited over the install"
     fleet.tell([draining(3, 4, "keep")])
     fleet.tell([told("a", version=4)])
     second = Visit(member)
     fleet.tell([draining(4, 3, "keep")])
     assert second.caches(3) == "recomputed", "it saw the rollback only"
+    second.let_in(GatewayVersion(4, "run"))
+    first.let_in(GatewayVersion(2, "run"))
+    assert (second.entry(4), second.entry(3), first.entry(2)) == ("recomputed", "recomputed", "recomputed")
     assert first.caches(3) == "unknown", "it may have crossed over to version 3 at either time"
     fleet.tell([told("a", version=3)])
     assert Visit(member).caches(3) == "unknown"
