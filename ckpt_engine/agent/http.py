@@ -15,6 +15,9 @@ from ckpt_engine.http_client.connection import WireError
 from ckpt_engine.http_client.connections import Answer, Connections
 from ckpt_engine.v1 import manager_pb2
 
+ENGINE_SHARE = 0.95
+"""Of a deadline: the engine gives up first, so that it can still say so."""
+
 AFTERWARDS_SECONDS = 10.0
 """Time for closing a session or resuming, even if the deadline of the call that it belongs to has passed."""
 
@@ -100,6 +103,10 @@ class HttpAdapter:
 
     async def _post(self, route: str, seconds: float, /, **body: Any) -> None:
         await self._client.call("POST", route, seconds, body)
+
+    async def _post_within(self, route: str, seconds: float, /, **body: Any) -> None:
+        """Posts to a route of ours in the engine, with the time that it may take there as `seconds` of the body."""
+        await self._post(route, seconds, **{**body, "seconds": seconds * ENGINE_SHARE})
 
     @asynccontextmanager
     async def _session(self, begin: Ask, end: Ask, until: float) -> AsyncIterator[None]:

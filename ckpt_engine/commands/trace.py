@@ -96,7 +96,7 @@ def _check(output: str, force: bool) -> None:
     elif path.exists() and not force:
         problem = f"{path} is there already: --force overwrites it"
     elif not path.parent.is_dir():
-        problem = f"there is not a directory {path.parent}"
+        problem = f"there is no directory {path.parent}"
     if problem:
         raise typer.BadParameter(problem, param_hint="--output")
 

@@ -1,4 +1,4 @@
-"""What the gate needs of ASGI: the types of its calls, whole answers, and refusals in the form that clients read.
+"""What the gate needs of ASGI: the types of its calls, headers, whole answers, and refusals as clients read them.
 
 It does not decide what is answered (gate.py).
 """
@@ -24,6 +24,22 @@ _CLOSE_CODES = {503: 1013, 409: 1013}
 """Of a WebSocket: try again later. All others are 1008, a violation of policy."""
 
 
+def header(scope_or_start: Mapping[str, Any], sought: bytes) -> bytes:
+    """The value of a header of a request's scope, or of the start of an answer; empty: there is none. ASGI has names in
+    lower case."""
+    for name, value in scope_or_start.get("headers", ()):
+        if name == sought:
+            return bytes(value)
+    return b""
+
+
+def with_headers(scope_or_start: Mapping[str, Any], headers: HeaderList) -> MutableMapping[str, Any]:
+    """A scope, or the start of an answer, with more headers. They replace those of the same name."""
+    names = {name for name, _ in headers}
+    others = [each for each in scope_or_start.get("headers", ()) if each[0] not in names]
+    return {**scope_or_start, "headers": [*others, *headers]}
+
+
 async def answer_json(send: Send, status: int, body: object) -> None:
     """Sends a whole answer of JSON."""
     await answer(send, status, b"application/json", json.dumps(body).encode(), [])
@@ -37,6 +53,7 @@ async def answer(send: Send, status: int, content_type: bytes, body: bytes, head
 
 
 async def refuse(
+    kind: str,
     send: Send,
     status: int,
     detail: str,
@@ -44,8 +61,11 @@ async def refuse(
     retry_after: int | None = None,
     members: Mapping[str, object] | None = None,
 ) -> None:
-    """Answers an HTTP request with a refusal. detail: for people. reason: for programs. retry_after: seconds. members:
-    more of the body."""
+    """Answers with a refusal; a WebSocket is closed before it opens. kind: of the scope, "http" or "websocket". detail:
+    for people. reason: for programs. retry_after: seconds. members: more of the body."""
+    if kind == "websocket":
+        await send({"type": "websocket.close", "code": _CLOSE_CODES.get(status, 1008), "reason": detail[:120]})
+        return
     problem = {
         "type": "about:blank",
         "title": HTTPStatus(status).phrase,
@@ -57,8 +77,3 @@ async def refuse(
     }
     headers = [] if retry_after is None else [(b"retry-after", str(retry_after).encode())]
     await answer(send, status, b"application/problem+json", json.dumps(problem).encode(), headers)
-
-
-async def refuse_websocket(send: Send, status: int, detail: str) -> None:
-    """Closes a WebSocket before it opens. status: as of the refusal of an HTTP request."""
-    await send({"type": "websocket.close", "code": _CLOSE_CODES.get(status, 1008), "reason": detail[:120]})

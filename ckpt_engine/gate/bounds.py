@@ -1,6 +1,6 @@
 """Judges whether a replica holds what a request asks for: when it is let in, and as long as its answer is made. Pure.
 
-It does not decide about requests that accept any version (holding.py), and does not speak HTTP (bounded.py).
+It does not decide about requests that accept any version (holding.py), and does not speak HTTP (bounded_answer.py).
 """
 
 from __future__ import annotations

@@ -36,10 +36,10 @@ from ckpt_engine.gate.asgi import (
     Scope,
     Send,
     answer_json,
+    header,
     refuse,
-    refuse_websocket,
 )
-from ckpt_engine.gate.bounded import (
+from ckpt_engine.gate.bounded_answer import (
     BoundedAnswer,
     BoundedAnswers,
     VersionHeaders,
@@ -129,7 +129,7 @@ class Gate:
         elif route == READY_ROUTE:
             await self._ready(scope, send)
         elif not self._has_token(scope):
-            await _turn_away(scope, send, 403, _agents_only(route, access), f"{access.value}_route")
+            await refuse(scope["type"], send, 403, _agents_only(route, access), f"{access.value}_route")
         elif route == ROUTES_ROUTE:
             await answer_json(
                 send, 200, {each: self._routes.of(each).value for each in listed(scope.get("app", self._app))}
@@ -153,7 +153,7 @@ class Gate:
         try:
             headers = _version_headers(ours) if ours else {}
         except ValueError as error:
-            await _turn_away(scope, send, 400, str(error), BAD_REQUEST)
+            await refuse(scope["type"], send, 400, str(error), BAD_REQUEST)
             return
         held: list[HeldRequest] = []
         body: Message | None = None
@@ -200,12 +200,12 @@ class Gate:
         try:
             bounds = _bounds(headers, field, scope)
         except ValueError as error:
-            await _turn_away(scope, send, 400, str(error), BAD_REQUEST)
+            await refuse(scope["type"], send, 400, str(error), BAD_REQUEST)
             return
         unmet = unmet_at_entry(bounds, decision.verdict.identity, self._state.highest)
         if unmet is not None:
             self._counts.refused(unmet.reason)
-            await _turn_away(scope, send, 409, unmet.detail, unmet.reason, 1 if unmet.may_pass else None)
+            await refuse(scope["type"], send, 409, unmet.detail, unmet.reason, 1 if unmet.may_pass else None)
             return
         answer = BoundedAnswer(
             BoundedVisit(bounds, decision), self._state, send, self._counts.refused, field is not None
@@ -275,17 +275,16 @@ class Gate:
         remaining = math.ceil(decision.until - self._state.clock())
         detail = f"this replica does not serve now: {decision.detail}"
         retry_after = remaining if remaining > 0 else None
-        await _turn_away(scope, send, 503, detail, decision.reason, retry_after, members)
+        await refuse(scope["type"], send, 503, detail, decision.reason, retry_after, members)
 
     def _has_token(self, scope: Scope) -> bool:
-        token = next((value for name, value in scope["headers"] if name == _TOKEN_HEADER), b"")
-        return hmac.compare_digest(token, self._token)
+        return hmac.compare_digest(header(scope, _TOKEN_HEADER), self._token)
 
     async def _ready(self, scope: Scope, send: Send) -> None:
         try:
             question = ReadyQuestion.from_query(scope.get("query_string", b"").decode("latin-1"))
         except ValueError as error:
-            await _turn_away(scope, send, 400, f"{READY_ROUTE}: {error}", "bad_question")
+            await refuse(scope["type"], send, 400, f"{READY_ROUTE}: {error}", "bad_question")
             return
         decision = self._state.decision()
         limits, state = self._state.limits, decision.verdict
@@ -298,7 +297,7 @@ class Gate:
         reason, detail = question.unmet(identity)
         if reason:
             words = f"this replica does not serve what is asked for: {detail}"
-            await _turn_away(scope, send, 503, words, reason, members=_version_members(identity))
+            await refuse(scope["type"], send, 503, words, reason, members=_version_members(identity))
         elif decision.kind is DecisionKind.ADMIT:
             body = {"ready": True, "open": True, **_version_members(identity)}
             await answer_json(self._naming_versions(decision, send), 200, body)
@@ -308,7 +307,7 @@ class Gate:
     async def _information(self, scope: Scope, send: Send) -> None:
         client = scope.get("client")
         if client is not None and not is_loopback(client[0]):
-            await _turn_away(scope, send, 403, f"{INFO_ROUTE} answers on this host only", "not_local")
+            await refuse(scope["type"], send, 403, f"{INFO_ROUTE} answers on this host only", "not_local")
             return
         mark = self._page.marked()
         decision = self._state.decision()
@@ -346,7 +345,7 @@ def _agents_only(route: str, access: RouteAccess) -> str:
 
 def _announced(scope: Scope) -> int:
     """Bytes of the body by the client's Content-Length; 0: there is none."""
-    length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+    length = header(scope, b"content-length")
     return int(length) if length.isdigit() else 0
 
 
@@ -366,19 +365,3 @@ def _bounds(headers: Mapping[str, str], field: Any, scope: Scope) -> VersionBoun
             "weight_version.max_lag: a replica does not know the last version; ask a gateway, or give min_version"
         )
     return bounds
-
-
-async def _turn_away(
-    scope: Scope,
-    send: Send,
-    status: int,
-    detail: str,
-    reason: str,
-    retry_after: int | None = None,
-    members: Mapping[str, object] | None = None,
-) -> None:
-    """Sends a refusal; see `refuse`."""
-    if scope["type"] == "websocket":
-        await refuse_websocket(send, status, detail)
-    else:
-        await refuse(send, status, detail, reason, retry_after, members)

@@ -133,7 +133,9 @@ class Visit:
         if admitted is None or admitted.version == number:
             return RECOMPUTED
         modes = self._modes_of(number)
-        return UNKNOWN if not modes else RECOMPUTED if IN_PLACE not in modes else KEPT if len(modes) == 1 else UNKNOWN
+        if IN_PLACE in modes:
+            return KEPT if len(modes) == 1 else UNKNOWN
+        return RECOMPUTED if modes else UNKNOWN
 
     def bounds(self) -> tuple[GatewayVersion | None, GatewayVersion | None]:
         """The lowest and the highest version that the replica can have held meanwhile."""

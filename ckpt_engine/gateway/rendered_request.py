@@ -13,8 +13,8 @@ from typing import Any
 
 from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.answering import Samples
-from ckpt_engine.gateway.conversions import Conversions, convert
 from ckpt_engine.gateway.dialect import MalformedError, ParsedRequest
+from ckpt_engine.gateway.engine_tokenizer import EngineTokenizer, ask_replica
 from ckpt_engine.gateway.journey import Wishes
 from ckpt_engine.gateway.passing import PassedRequest
 from ckpt_engine.gateway.placing import Placing
@@ -87,7 +87,7 @@ class RenderedRequest:
             if why := form.resists(self._body):
                 raise NotRenderedError(why)
             try:
-                answer = await convert(placing, member, form.render(self._body), self._wishes.headers)
+                answer = await ask_replica(placing, member, form.render(self._body), self._wishes.headers)
             except RefusedError as error:
                 raise NotRenderedError(f"{member.name} does not render it ({error})") from error
             except NotAdmittedError as error:
@@ -118,8 +118,8 @@ class RenderedAnswering(Samples):
     ) -> None:
         self._dialect = dialect(request, uuid.uuid4().hex, int(time.time()))
         super().__init__(placing, self._dialect, request, wishes, writer)
-        conversions = Conversions(placing, wishes)
-        self._wordings = [Wording(conversions, self._dialect, stitch) for stitch in self._stitches]
+        tokenizer = EngineTokenizer(placing, wishes)
+        self._wordings = [Wording(tokenizer, self._dialect, stitch) for stitch in self._stitches]
         self._opened: set[int] = set()
 
     @property

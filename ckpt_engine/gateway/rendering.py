@@ -1,7 +1,7 @@
 """What a rendered dialect is: a route whose prompts are messages, which an engine turns into ids and back. Pure.
 
 It says what to ask an engine's tokenizer and how to read its answers. It decides neither which engine is asked
-(`conversions.py`) nor which tokens may be told (`wording.py`).
+(`engine_tokenizer.py`) nor which tokens may be told (`wording.py`).
 """
 
 from __future__ import annotations

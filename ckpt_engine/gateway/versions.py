@@ -88,8 +88,8 @@ def leg_spans(
         if end <= label.start:
             continue
         identity = None if label.made_by is None else identify(label.made_by)
-        known = caches if spans else entry
-        before = UNKNOWN if identity is None and spans else RECOMPUTED if identity is None else known(identity.version)
+        became, without = (caches, UNKNOWN) if spans else (entry, RECOMPUTED)
+        before = without if identity is None else became(identity.version)
         spans.append(Span(first + label.start, end - label.start, identity, identity, identity is not None, before))
     return spans
 

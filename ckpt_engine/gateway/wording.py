@@ -1,7 +1,7 @@
 """Turns one sample's tokens into words as they come, and ends the sample at a stop string.
 
 It decides which tokens may be told already and which are held back, since they may be the beginning of a stop string.
-It decides neither how words look (`rendering.py`) nor which replica makes them (`conversions.py`).
+It decides neither how words look (`rendering.py`) nor which replica makes them (`engine_tokenizer.py`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ckpt_engine.gateway.conversions import Conversions
 from ckpt_engine.gateway.dialect import MalformedError
+from ckpt_engine.gateway.engine_tokenizer import EngineTokenizer
 from ckpt_engine.gateway.refusals import ENGINE_REFUSED, RefusedError
 from ckpt_engine.gateway.rendering import MessagePart, RenderedDialect, TextQuestion
 from ckpt_engine.gateway.stitching import STOP, AnswerPiece, Finish, Stitch
@@ -43,8 +43,8 @@ class _Mark:
 class Wording:
     """The words of one sample. Call `judge` with each piece before anything else is done with it."""
 
-    def __init__(self, conversions: Conversions, dialect: RenderedDialect, stitch: Stitch) -> None:
-        self._conversions, self._dialect, self._stitch = conversions, dialect, stitch
+    def __init__(self, tokenizer: EngineTokenizer, dialect: RenderedDialect, stitch: Stitch) -> None:
+        self._tokenizer, self._dialect, self._stitch = tokenizer, dialect, stitch
         stops, keep = dialect.stops()
         self._search = StopSearch(stops, keep) if stops else None
         self._keep = keep
@@ -147,7 +147,7 @@ class Wording:
 
     async def _ask(self, question: TextQuestion, read: Callable[[Mapping[str, Any]], T]) -> T:
         leg = self._stitch.leg
-        answer = await self._conversions.ask(question, leg.replica, next(iter(lineages(leg.spans())), ""))
+        answer = await self._tokenizer.ask(question, leg.replica, next(iter(lineages(leg.spans())), ""))
         try:
             return read(answer)
         except MalformedError as error:

@@ -386,7 +386,7 @@ def _check_parent(path: Path) -> None:
     place for a new ledger, which would leave the existing ledger behind, with the cluster and all numbers."""
     if not path.parent.is_dir():
         raise precondition(
-            f"the ledger {path} cannot be made: there is not a directory {path.parent}. Correct --ledger, or make the "
+            f"the ledger {path} cannot be made: there is no directory {path.parent}. Correct --ledger, or make the "
             "directory if this is the first start"
         )
 

@@ -129,7 +129,7 @@ def test_versions_that_nobody_can_tell_of(
 @pytest.mark.parametrize(
     ("output", "says"),
     [
-        ("there/is/none.json", "there is not a directory there/is"),
+        ("there/is/none.json", "there is no directory there/is"),
         (".", "is a directory: name a file in it"),
     ],
 )

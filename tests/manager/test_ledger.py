@@ -73,7 +73,7 @@ async def test_a_directory_that_is_not_there_is_no_place_for_a_ledger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A typing mistake would begin another cluster, and nobody would notice."""
-    with pytest.raises(CkptEngineError, match=r"there is not a directory .*lbi\. Correct --ledger, or make the"):
+    with pytest.raises(CkptEngineError, match=r"there is no directory .*lbi\. Correct --ledger, or make the"):
         await Ledger.open(tmp_path / "lbi" / "ledger.sqlite3")
     assert not (tmp_path / "lbi").exists()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))

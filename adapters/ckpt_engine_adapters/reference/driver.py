@@ -11,7 +11,6 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from ckpt_engine.agent.http import HttpAdapter
 from ckpt_engine.core.check_verdict import Score
@@ -40,7 +39,6 @@ _PAUSE_MODES = {
     manager_pb2.PAUSE_MODE_WAIT: "wait",
     manager_pb2.PAUSE_MODE_IN_PLACE: "in_place",
 }
-_ENGINE_SHARE = 0.95  # of a deadline: the engine gives up first, so that it can still say so
 
 
 CAPABILITIES = Capabilities(
@@ -85,35 +83,32 @@ class ReferenceAdapter(HttpAdapter):
         return EngineInfo(version, workers, True, paused=paused, asleep=asleep)
 
     async def prepare(self, seconds: float) -> None:
-        await self._control("/ckpt_engine/prepare", seconds)
+        await self._post_within("/ckpt_engine/prepare", seconds)
 
     async def score(self, tokens: Sequence[int], more: int, seconds: float) -> Score:
         raise EngineCallError("the reference engine tells no log-probabilities, so nothing checks it", answered=True)
 
     async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:
-        await self._control("/pause", seconds, mode=_PAUSE_MODES[mode])
+        await self._post_within("/pause", seconds, mode=_PAUSE_MODES[mode])
 
     async def install(self, epoch: int, seconds: float) -> None:
-        await self._control("/ckpt_engine/install", seconds, epoch=epoch)
+        await self._post_within("/ckpt_engine/install", seconds, epoch=epoch)
 
     async def resume(self, seconds: float) -> None:
         await self._post("/resume", seconds)
 
     async def discard(self, seconds: float) -> None:
-        await self._control("/ckpt_engine/discard", seconds)
+        await self._post_within("/ckpt_engine/discard", seconds)
 
     async def sleep(self, level: int, seconds: float) -> None:
-        await self._control("/sleep", seconds, level=level)
+        await self._post_within("/sleep", seconds, level=level)
 
     async def wake(self, tags: Sequence[str], seconds: float) -> None:
-        await self._control("/wake", seconds, tags=list(tags))
+        await self._post_within("/wake", seconds, tags=list(tags))
 
     async def stamp(self, identity: weights_pb2.Identity, seconds: float) -> None:
         label = {"version": identity.version, "lineage": identity.lineage, "root": identity.root.hex()}
-        await self._control("/stamp", seconds, **label)
-
-    async def _control(self, route: str, seconds: float, **body: Any) -> None:
-        await self._post(route, seconds, **{**body, "seconds": seconds * _ENGINE_SHARE})
+        await self._post_within("/stamp", seconds, **label)
 
 
 def create_adapter(settings: AdapterSettings) -> EngineAdapter:

@@ -11,7 +11,7 @@ import os
 from typing import Any, ClassVar
 
 from ckpt_engine.core.json_text import load_json
-from ckpt_engine.gate.asgi import Application, Message, Receive, Scope, Send, answer_json
+from ckpt_engine.gate.asgi import Application, Message, Receive, Scope, Send, answer_json, with_headers
 from ckpt_engine.gate.gate import Gate
 from ckpt_engine.gate.request_body import replay
 from ckpt_engine.gate.routes import listed
@@ -195,12 +195,9 @@ class SglangGate(Gate):
             await answer_json(send, 200, None)
             return
         body = json.dumps({"tags": [tag for tag in MEMORY if tag in tags]}).encode()
-        headers = [
-            (name, value) for name, value in scope["headers"] if name not in (b"content-length", b"content-type")
-        ]
-        headers += [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
+        described = [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
         message = {"type": "http.request", "body": body, "more_body": False}
-        if await _passed(super().control, path, {**scope, "headers": headers}, replay(message, receive), send):
+        if await _passed(super().control, path, with_headers(scope, described), replay(message, receive), send):
             self._released = self._released | tags if path == RELEASE_ROUTE else self._released - tags
 
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from typing import Any
 
-from ckpt_engine.agent.http import HttpAdapter
+from ckpt_engine.agent.http import ENGINE_SHARE, HttpAdapter
 from ckpt_engine.core.check_verdict import Score
 from ckpt_engine.engine.adapter import (
     AdapterAvailability,
@@ -34,7 +33,6 @@ _MODES = {
     manager_pb2.PAUSE_MODE_WAIT: "wait",
     manager_pb2.PAUSE_MODE_IN_PLACE: "in_place",
 }
-_ENGINE_SHARE = 0.95  # of a deadline: the engine gives up first, so that it can still say so
 _SERVING = ("accelerate", "fastapi", "openai", "pydantic", "uvicorn")
 """Modules that `transformers serve` needs beside transformers."""
 
@@ -87,10 +85,10 @@ class TransformersAdapter(HttpAdapter):
         return EngineInfo(version, 1, not refusal, refusal, paused, False, untested)
 
     async def prepare(self, seconds: float) -> None:
-        await self._ask("prepare", seconds)
+        await self._post_within("/ckpt_engine/prepare", seconds)
 
     async def score(self, tokens: Sequence[int], more: int, seconds: float) -> Score:
-        body = {"tokens": list(tokens), "more": more, "seconds": seconds * _ENGINE_SHARE}
+        body = {"tokens": list(tokens), "more": more, "seconds": seconds * ENGINE_SHARE}
         answer = (await self._client.call("POST", "/ckpt_engine/score", seconds, body)).json()
         return Score(
             tuple(map(float, answer["prompt"])),
@@ -99,13 +97,13 @@ class TransformersAdapter(HttpAdapter):
         )
 
     async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:
-        await self._ask("pause", seconds, mode=_MODES[mode])
+        await self._post_within("/ckpt_engine/pause", seconds, mode=_MODES[mode])
 
     async def install(self, epoch: int, seconds: float) -> None:
-        await self._ask("install", seconds, epoch=epoch)
+        await self._post_within("/ckpt_engine/install", seconds, epoch=epoch)
 
     async def resume(self, seconds: float) -> None:
-        await self._ask("resume", seconds)
+        await self._post_within("/ckpt_engine/resume", seconds)
 
     async def discard(self, seconds: float) -> None:
         raise _no_sleep()
@@ -118,9 +116,6 @@ class TransformersAdapter(HttpAdapter):
 
     async def stamp(self, identity: weights_pb2.Identity, seconds: float) -> None:
         """Does nothing: answers name the version in the worker's state word."""
-
-    async def _ask(self, what: str, seconds: float, **body: Any) -> None:
-        await self._post(f"/ckpt_engine/{what}", seconds, **body, seconds=seconds * _ENGINE_SHARE)
 
 
 def _no_sleep() -> EngineCallError:

@@ -4,6 +4,8 @@ translate; served.py acts.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -45,46 +47,42 @@ def agents_routes(served: ServedModel) -> APIRouter:
 
     @router.post("/ckpt_engine/pause")
     async def pause(call: PauseCall) -> None:
-        try:
-            await served.pause(call.mode, call.seconds)
-        except TimeoutError as error:
-            raise _too_late(error) from None
-        except RuntimeError as error:
-            raise HTTPException(500, str(error)) from error
+        with _refusals():
+            try:
+                await served.pause(call.mode, call.seconds)
+            except RuntimeError as error:
+                raise HTTPException(500, str(error)) from error
 
     @router.post("/ckpt_engine/resume")
     async def resume(call: Call) -> None:
-        try:
+        with _refusals():
             await served.resume(call.seconds)
-        except TimeoutError as error:
-            raise _too_late(error) from None
 
     @router.post("/ckpt_engine/prepare")
     async def prepare(call: Call) -> dict[str, bool]:
-        try:
+        with _refusals():
             return {"done": await served.prepare(call.seconds)}
-        except TimeoutError as error:
-            raise _too_late(error) from None
 
     @router.post("/ckpt_engine/install")
     async def install(call: InstallCall) -> dict[str, bool]:
-        try:
+        with _refusals():
             return {"done": await served.install(call.epoch, call.seconds)}
-        except NotPausedError as error:
-            raise HTTPException(409, str(error)) from None
-        except TimeoutError as error:
-            raise _too_late(error) from None
 
     @router.post("/ckpt_engine/score")
     async def score(call: ScoreCall) -> dict[str, list[Any]]:
-        try:
+        with _refusals():
             prompt, output, values = await served.score(call.tokens, call.more, call.seconds)
-        except TimeoutError as error:
-            raise _too_late(error) from None
-        return {"prompt": prompt, "output": output, "output_log_probabilities": values}
+            return {"prompt": prompt, "output": output, "output_log_probabilities": values}
 
     return router
 
 
-def _too_late(error: TimeoutError) -> HTTPException:
-    return HTTPException(504, str(error) or "it takes longer than the call allows, and may go on")
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Answers for a call that could not be done."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise HTTPException(504, str(error) or "it takes longer than the call allows, and may go on") from None
+    except NotPausedError as error:
+        raise HTTPException(409, str(error)) from None

@@ -11,7 +11,8 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from ckpt_engine.core.json_text import load_json
-from ckpt_engine.gate.asgi import Application, Message, Receive, Scope, Send
+from ckpt_engine.core.version_stamps import may_end
+from ckpt_engine.gate.asgi import Application, Message, Receive, Scope, Send, header, with_headers
 
 MEMBER = "weight_versions"
 """Of an answer, and of the last event of a stream: `[{"version": 7, "start": 0, "end": 12}, ...]`, where tokens
@@ -73,10 +74,10 @@ class VersionedAnswers:
         if scope["type"] != "http" or scope["path"].rstrip("/") not in ROUTES:
             await self._app(scope, receive, send)
             return
-        request = next((value.decode("latin-1") for name, value in scope["headers"] if name == _IDENTIFIER), "")
+        request = header(scope, _IDENTIFIER).decode("latin-1")
         if not request:
             request = str(uuid.uuid4())
-            scope = {**scope, "headers": [*scope["headers"], (_IDENTIFIER, request.encode())]}
+            scope = with_headers(scope, [(_IDENTIFIER, request.encode())])
         if not self._versions.open(request):
             await self._app(scope, receive, send)  # transformers itself cannot tell the two requests apart
             return
@@ -98,7 +99,7 @@ class _Saying:
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._start = message
-            self._kind = next((value for name, value in message["headers"] if name == b"content-type"), b"")
+            self._kind = header(message, b"content-type")
             if not self._whole:
                 await self._send(message)
         elif message["type"] != "http.response.body":
@@ -118,14 +119,12 @@ class _Saying:
 
     async def _send_whole(self) -> None:
         body = self._added(self._body)
-        headers = [(name, value) for name, value in self._start["headers"] if name != b"content-length"]
-        headers.append((b"content-length", str(len(body)).encode()))
-        await self._send({**self._start, "headers": headers})
+        await self._send(with_headers(self._start, [(b"content-length", str(len(body)).encode())]))
         await self._send({"type": "http.response.body", "body": body})
 
     def _events(self, body: bytes) -> bytes:
         """transformers sends whole events."""
-        if b'"finish_reason":"' not in body:
+        if not may_end(body):
             return body
         lines = body.decode().split("\n")
         return "\n".join(

@@ -16,7 +16,7 @@ from typing import Any
 from ckpt_engine.core.json_text import load_json
 from ckpt_engine.core.openai_errors import error_object
 from ckpt_engine.core.version_stamps import may_end, stamp
-from ckpt_engine.gate.asgi import HeaderList, Message, Send, refuse
+from ckpt_engine.gate.asgi import HeaderList, Message, Send, header, refuse, with_headers
 from ckpt_engine.gate.bounds import BoundedVisit, Unmet
 from ckpt_engine.gate.holding import GateDecision
 from ckpt_engine.gate.reader import StateReader
@@ -84,7 +84,7 @@ class BoundedAnswer:
             event = b"data: " + json.dumps({"error": error}).encode() + b"\n\n" + _DONE + b"\n\n"
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
         else:
-            await refuse(self._send, 409, unmet.detail, unmet.reason, 1 if unmet.may_pass else None)
+            await refuse("http", self._send, 409, unmet.detail, unmet.reason, 1 if unmet.may_pass else None)
 
     async def _body(self, body: bytes, more: bool) -> None:
         assert self._start is not None
@@ -188,26 +188,11 @@ class VersionHeaders:
         self.end: HeaderList = [(END_VERSION_HEADER, version), (END_ROOT_HEADER, root)] if named else []
 
 
-def with_headers(start: Message, headers: HeaderList) -> Message:
-    """The start of an answer with more headers. They replace those of the same name."""
-    names = {name for name, _ in headers}
-    others = [each for each in start.get("headers", ()) if each[0] not in names]
-    return {**start, "headers": [*others, *headers]}
-
-
 def is_event_stream(start: Message) -> bool:
     """Whether an answer is a stream of events."""
-    return _header(start, b"content-type").startswith(b"text/event-stream")
+    return header(start, b"content-type").startswith(b"text/event-stream")
 
 
 def is_whole(start: Message) -> bool:
     """Whether an answer was there before its headers: its length is known."""
-    return bool(_header(start, b"content-length"))
-
-
-def _header(start: Message, sought: bytes) -> bytes:
-    """The value of a header; empty: there is none. ASGI has names in lower case."""
-    for name, value in start.get("headers", ()):
-        if name == sought:
-            return bytes(value)
-    return b""
+    return bool(header(start, b"content-length"))

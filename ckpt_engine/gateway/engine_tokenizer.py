@@ -28,7 +28,9 @@ MOST_TRIES = 8
 """So many replicas, or times, one question is asked at most."""
 
 
-async def convert(placing: Placing, member: FleetReplica, question: TextQuestion, headers: Mapping[str, str]) -> Any:
+async def ask_replica(
+    placing: Placing, member: FleetReplica, question: TextQuestion, headers: Mapping[str, str]
+) -> Any:
     """Asks one replica. Raises NotAdmittedError, BrokenError (also if it takes too long or does not answer with an
     object), and RefusedError if the engine refuses the question."""
     url = member.news.url
@@ -49,7 +51,7 @@ async def convert(placing: Placing, member: FleetReplica, question: TextQuestion
     return answer
 
 
-class Conversions:
+class EngineTokenizer:
     """The questions of one request."""
 
     def __init__(self, placing: Placing, wishes: Wishes) -> None:
@@ -72,7 +74,7 @@ class Conversions:
             if member is None:
                 break
             try:
-                return await convert(placing, member, question, self._wishes.headers)
+                return await ask_replica(placing, member, question, self._wishes.headers)
             except NotAdmittedError as error:
                 placing.refused(member, error)
                 why = f"{member.name}: {error}"
