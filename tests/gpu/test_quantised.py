@@ -15,6 +15,7 @@ Or `vllm and experts`, or `sglang`. Of vLLM's servers a failure names the tensor
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,6 +72,9 @@ class Engine:
     there: bool
 
 
+# vLLM's graphs here are of one token only: a prompt then runs as long as it is. Of a larger graph it would fill a part,
+# and what is left in the rest of that graph's rows has a part in the scale of experts' activations, which vLLM takes of
+# all rows together (per-tensor, dynamic): answers then depend on what a server was asked before.
 ENGINES = {
     "vllm": Engine(
         start=gpu_server.start_gpu_vllm,
@@ -79,7 +83,7 @@ ENGINES = {
         tokens=vllm_server.tokens,
         common=("--kv-cache-memory-bytes", str(512 << 20), "--max-num-seqs", "4", *tensors_of.ARGUMENTS),
         loaded=(),
-        graphs=(),
+        graphs=("--compilation-config", json.dumps({"cudagraph_capture_sizes": [1]})),
         eager=("--enforce-eager",),
         sleeping=("--enable-sleep-mode",),
         environment={
@@ -221,6 +225,7 @@ def check(pair: Pair, record: Callable[[str, object], None]) -> None:
         return [engine.tokens(engine.complete(server, prompt)) for prompt in PROMPTS]
 
     expected = answers(pair.plain)
+    assert answers(pair.plain) == expected, "the other server gives two answers to one prompt"
     replica.registered(UP_SECONDS)
     live = {name: torch.zeros_like(tensor, device=exact.DEVICE) for name, tensor in pair.weights[LOADED].items()}
     with Trainer(pair.cluster.address, lineage="quantised") as trainer:

@@ -52,6 +52,8 @@ SMALL_LOAD = ("--engine", "reference", "--cpu", *SMALL)
 
 VERL = ("-m", "tests.frameworks.verl_trainer", "--out", "{out}")
 
+QUANTISING: tuple[Engine, ...] = ("vllm", "sglang")
+
 KEEP = ("--only", "ours", "rival", "ours_by_relay")
 
 STEPS = (
@@ -114,6 +116,16 @@ STEPS = (
         tests("/test_quantised.py", 280, "-k", "sglang"),
         *(280, 300),
         engine="sglang",
+    ),
+    *(
+        Step(
+            f"quantised-pause-{engine}",
+            f"{engine}: an update of Qwen3-8B's shapes into FP8 that the engine makes, beside bfloat16",
+            ("-m", "benchmarks.gpu.quantised_pause", "-o", "{out}/quantised_pause.json", "--engine", engine),
+            *(120, 200),
+            engine=engine,
+        )
+        for engine in QUANTISING
     ),
     Step(
         "hybrid",
