@@ -72,16 +72,20 @@ class Engine:
     there: bool
 
 
-# vLLM's graphs here are of one token only: a prompt then runs as long as it is. Of a larger graph it would fill a part,
-# and what is left in the rest of that graph's rows has a part in the scale of experts' activations, which vLLM takes of
-# all rows together (per-tensor, dynamic): answers then depend on what a server was asked before.
+# Experts that the engine quantises take the scale of their activations of all rows of a step together (per-tensor,
+# dynamic), so that an answer depends on which rows those are. Hence no prefix caches, with which a prompt that comes
+# again is one row; and vLLM's graphs are of one token: of a larger one a prompt would fill a part, and the rest of its
+# rows hold what was there before.
 ENGINES = {
     "vllm": Engine(
         start=gpu_server.start_gpu_vllm,
         plain=gpu_server.plain_vllm,
         complete=vllm_server.complete,
         tokens=vllm_server.tokens,
-        common=("--kv-cache-memory-bytes", str(512 << 20), "--max-num-seqs", "4", *tensors_of.ARGUMENTS),
+        common=(
+            *("--kv-cache-memory-bytes", str(512 << 20), "--max-num-seqs", "4", "--no-enable-prefix-caching"),
+            *tensors_of.ARGUMENTS,
+        ),
         loaded=(),
         graphs=("--compilation-config", json.dumps({"cudagraph_capture_sizes": [1]})),
         eager=("--enforce-eager",),
@@ -100,7 +104,7 @@ ENGINES = {
         plain=sglang_fleet.plain_sglang,
         complete=sglang_server.complete,
         tokens=sglang_server.tokens,
-        common=("--max-total-tokens", "65536", "--max-running-requests", "4"),
+        common=("--max-total-tokens", "65536", "--max-running-requests", "4", "--disable-radix-cache"),
         loaded=("--load-format", "auto"),
         graphs=("--cuda-graph-max-bs-decode", "4"),
         eager=sglang_fleet.EAGER,
