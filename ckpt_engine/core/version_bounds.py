@@ -53,6 +53,7 @@ VERSION_CHANGED = "version_changed"
 """In the middle of the answer the replica went over to another version than the one that was asked for."""
 LINEAGE_CHANGED = "lineage_changed"
 """In the middle of the answer the replica went over to another run."""
+REASONS = frozenset({VERSION_NOT_YET, VERSION_GONE, ROLLED_BACK, VERSION_CHANGED, LINEAGE_CHANGED})
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,13 @@ class VersionBounds:
     def any_version(self) -> bool:
         """Whether it accepts every version of its lineage."""
         return self.version is None and self.min_version is None and self.max_lag is None
+
+    def gate_headers(self) -> dict[str, str]:
+        """The headers with which a replica's gate is asked for the same. It knows no lag. A lineage whose name does not
+        fit into a header is left out."""
+        lineage = self.lineage if self.lineage.isascii() and self.lineage.isprintable() else ""
+        values = {VERSION: self.version, MIN_VERSION: self.min_version, LINEAGE: lineage or None}
+        return {name: str(value) for name, value in values.items() if value is not None}
 
     def describe(self) -> str:
         """The version that it asks for, in words; empty: any."""

@@ -3,13 +3,15 @@
 It decides which bodies are looked at, and takes the field out, since some engines refuse fields that they do not know.
 What the field means is decided in core/version_bounds.py.
 
-The field is looked for as bytes; only a body that has them is parsed. Engines keep a whole body in memory too, so
-reading it here holds no more of it. Uploads (multipart) go to disk there, and are not read here.
+The field is looked for as bytes, also with its name written in JSON's escapes; only a body that has them is parsed.
+Engines keep a whole body in memory too, so reading it here holds no more of it. Uploads (multipart) go to disk there,
+and are not read here.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from ckpt_engine.core.json_text import load_json
@@ -17,6 +19,10 @@ from ckpt_engine.core.version_bounds import FIELD
 from ckpt_engine.gate.asgi import Message, Receive, Scope
 
 _FIELD_BYTES = f'"{FIELD}"'.encode()
+_ESCAPED_FIELD = re.compile(
+    b'"' + b"".join(rb"(?:%c|\\u(?i:%04x))" % (letter, letter) for letter in FIELD.encode()) + b'"'
+)
+"""The same with any of its letters as JSON's escape of six characters."""
 
 
 async def read_ahead(scope: Scope, receive: Receive) -> Message | None:
@@ -59,7 +65,7 @@ def take_field(scope: Scope, message: Message) -> tuple[Any, Scope]:
     A body that is no JSON is the engine's to refuse. A value of null counts as an empty object.
     """
     body = message.get("body", b"")
-    if _FIELD_BYTES not in body:
+    if _FIELD_BYTES not in body and not (b"\\u" in body and _ESCAPED_FIELD.search(body)):
         return None, scope
     try:
         content = load_json(body)

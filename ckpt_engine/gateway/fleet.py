@@ -68,6 +68,7 @@ class Visit:
         self.has_token = False  # whether a token has come
         self._aborts: set[GatewayVersion | None] = set()  # what updates in pause mode abort were to install meanwhile
         self._admitted: GatewayVersion | None = None  # that the gate named when it let the request in
+        self._accepted = VersionBounds()
         self._rollback_versions: set[GatewayVersion] = set()  # that the replica went back to, or is about to
         # Other versions in the replica's news. One older than the gate's, or of the run before, was overtaken.
         self._news_versions: set[GatewayVersion] = set()
@@ -87,9 +88,10 @@ class Visit:
         self.begin()
         self._member.visits.discard(self)
 
-    def let_in(self, admitted: GatewayVersion | None) -> None:
-        """Notes under which version the gate let it in; None: it named none."""
-        self._admitted = admitted
+    def let_in(self, admitted: GatewayVersion | None, accepted: VersionBounds) -> None:
+        """Notes under which version the gate let it in; None: it named none. accepted: the versions that the gate was
+        asked for, and ends the request at others."""
+        self._admitted, self._accepted = admitted, accepted
 
     def hear(self, news: ReplicaNews, before: GatewayVersion | None) -> None:
         """Takes in news of the replica. before: the version in the last news."""
@@ -102,11 +104,6 @@ class Visit:
             if each is not None:
                 lower = _goes_back(before, each) or _goes_back(news.identity, each)
                 (self._rollback_versions if lower else self._news_versions).add(each)
-
-    def see(self, version: GatewayVersion | None) -> None:
-        """Notes the version that the replica itself reports to serve now."""
-        if version is not None:
-            self._rollback_versions.add(self._member.whole(version))
 
     @property
     def cut(self) -> bool:
@@ -138,12 +135,17 @@ class Visit:
         return RECOMPUTED if modes else UNKNOWN
 
     def bounds(self) -> tuple[GatewayVersion | None, GatewayVersion | None]:
-        """The lowest and the highest version that the replica can have held meanwhile."""
-        first = self._admitted
+        """The lowest and the highest version that the replica can have held meanwhile, and its gate let tokens of."""
+        first, accepted = self._admitted, self._accepted
+        if first is not None and accepted.version is not None:
+            return first, first
         versions = {each for each in self._news_versions if first is None or not _goes_back(first, each)}
         versions |= self._rollback_versions
         if first is not None:
             versions.add(first)
+            if accepted.gate_headers():
+                least = accepted.min_version or 0
+                versions = {each for each in versions if each.version >= least and not _other_run(first, each)}
         rooted = sorted(versions, key=_root, reverse=True)  # of two entries for one version, the one with a root first
         return min(rooted, key=_place, default=None), max(rooted, key=_place, default=None)
 
@@ -411,6 +413,8 @@ def _place(identity: GatewayVersion) -> tuple[int, str]:
 
 def _goes_back(before: GatewayVersion | None, after: GatewayVersion) -> bool:
     """Whether a replica that held `before` goes to an older version, or to another run, when it installs `after`."""
-    if before is None:
-        return False
-    return bool(before.lineage and before.lineage != after.lineage) or after.version < before.version
+    return before is not None and (_other_run(before, after) or after.version < before.version)
+
+
+def _other_run(before: GatewayVersion, after: GatewayVersion) -> bool:
+    return bool(before.lineage and before.lineage != after.lineage)

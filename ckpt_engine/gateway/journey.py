@@ -20,11 +20,11 @@ from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.dialect import EngineError, Legs, MalformedError, load_event
 from ckpt_engine.gateway.fleet import FleetReplica, ReplicaNews, VersionWant, Visit
 from ckpt_engine.gateway.json_numbers import dump
-from ckpt_engine.gateway.placing import Placing, UnsuitedError
+from ckpt_engine.gateway.placing import Patience, Placing, UnsuitedError
 from ckpt_engine.gateway.poison import Suspects
 from ckpt_engine.gateway.refusals import RefusedError
 from ckpt_engine.gateway.stitching import ABORT, ABORTED, BROKEN, ERROR, WHOLE, AnswerPiece, OverrunError, Stitch
-from ckpt_engine.gateway.upstream import BrokenError, NotAdmittedError, Stream
+from ckpt_engine.gateway.upstream import BrokenError, NotAdmittedError, Stream, UnmetError
 from ckpt_engine.gateway.versions import Span, lineages
 
 DEATH_LOOK_SECONDS = 0.05
@@ -84,7 +84,8 @@ class Journey:
         while self._stitch.finish is None:
             member = await self._placing.place(self._want, self._wishes.key, patience, self._resumed, unsuited)
             leg = self._stitch.begin(member.name)
-            why, silent, url, life = "", False, member.news.url, member.life
+            why, silent, url, life, news = "", False, member.news.url, member.life, member.news
+            unmet: UnmetError | None = None
             with self._placing.inside(member, self._resumed) as visit:
                 try:
                     async with aclosing(self._leg(member, visit)) as pieces:
@@ -101,6 +102,14 @@ class Journey:
                     self._placing.refused(member, error)
                     self._placing.check(self._want, patience)
                     outcome = "not_admitted"
+                except UnmetError as error:
+                    unsuited[member.name] = news
+                    if leg.count:
+                        unmet, outcome = error, ABORTED
+                    else:
+                        self._stitch.legs.pop()
+                        self._may_ask_again(error, patience)
+                        outcome = "not_admitted"
                 except (BrokenError, EngineError, MalformedError, OverrunError) as error:
                     why, outcome = str(error) or type(error).__name__, BROKEN
                     silent = isinstance(error, BrokenError) and error.silent
@@ -108,12 +117,14 @@ class Journey:
                 self._metrics.legs.labels(member.name, outcome).inc()
                 if outcome in (WHOLE, "not_admitted"):
                     continue
-                await self._check_last(member, visit, len(self._stitch.tokens))
+                self._check_last(len(self._stitch.tokens))
             if self._stitch.broken(self._dialect.finish):
                 yield AnswerPiece()
                 return
             if why:
                 self._suspects.add(member, url, life, silent, time.monotonic(), len(self._stitch.tokens))
+            if unmet is not None and not self._goes_on_elsewhere(unsuited):
+                raise unmet.refusal()
             await self._may_go_on(member, leg.count, why)
             patience = self._placing.patience(self._wishes.queue_seconds)
 
@@ -134,7 +145,7 @@ class Journey:
         if stitch.tokens:
             self._metrics.resumes.labels(member.name).inc()
             self._metrics.prefilled_again.labels(member.name).inc(len(stitch.single.prompt) + len(stitch.tokens))
-        headers = {**self._wishes.headers, "x-request-id": identifier}
+        headers = {**self._wishes.headers, **self._want.gate_headers(), "x-request-id": identifier}
         async with self._placing.upstream.ask(
             member.news.url, self._dialect.route, content, headers, self._wishes.resume
         ) as stream:
@@ -170,7 +181,7 @@ class Journey:
                     if self._judge is not None:
                         await self._judge(combined)
                     if stitch.finish is not None:
-                        await self._check_last(member, visit, delivered)
+                        self._check_last(delivered)
                     yield combined
                 if failure is not None and stitch.finish is None:
                     raise failure
@@ -221,14 +232,13 @@ class Journey:
             detail = f"the replica went over to another run ({', '.join(sorted(runs))})"
             raise RefusedError(409, refusals.LINEAGE_CHANGED, detail)
 
-    async def _check_last(self, member: FleetReplica, visit: Visit, delivered: int) -> None:
-        """Checks, at the end of a leg, the tokens that its engine did not label. The replica is asked first, since its
-        version may have changed without news. delivered: as for `_check_versions`."""
+    def _check_last(self, delivered: int) -> None:
+        """Checks, at the end of a leg, the tokens that its engine did not label. delivered: as for
+        `_check_versions`."""
         stitch, want = self._stitch, self._want
         exact = stitch.leg.count and all(span.exact for span in stitch.leg.spans())
         if exact or (want.any_version and not want.lineage):
             return
-        await self._placing.look_again(member, visit, want)
         scored = stitch.prompt_span() if stitch.scored and stitch.scored[0] is stitch.leg else None
         self._check_spans([*stitch.leg.spans(), *([scored] if scored else [])], delivered)
 
@@ -239,6 +249,17 @@ class Journey:
                 self._stitch.cut(max(span.first, delivered))
                 self._stitch.finish = None
                 raise refusal
+
+    def _may_ask_again(self, unmet: UnmetError, patience: Patience) -> None:
+        """Raises RefusedError unless a leg of which nothing came may be asked for again."""
+        if unmet.begun and not self._wishes.resume:
+            raise unmet.refusal()
+        self._placing.check(self._want, patience)
+
+    def _goes_on_elsewhere(self, unsuited: Mapping[str, ReplicaNews]) -> bool:
+        """Whether a leg that a gate ended for its versions can go on at another replica at once."""
+        resumable = self._wishes.resume and not self._dialect.request.not_resumable
+        return resumable and self._placing.has_other(self._want, unsuited)
 
     async def _may_go_on(self, member: FleetReplica, count: int, why: str) -> None:
         """Decides whether another leg follows one that ended too early. Raises RefusedError if not."""

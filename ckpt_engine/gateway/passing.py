@@ -27,7 +27,7 @@ from ckpt_engine.gateway.samples import (
     was_aborted,
 )
 from ckpt_engine.gateway.stitching import Leg
-from ckpt_engine.gateway.upstream import BrokenError, NoRouteError, NotAdmittedError, Stream
+from ckpt_engine.gateway.upstream import BrokenError, NoRouteError, NotAdmittedError, Stream, UnmetError
 from ckpt_engine.gateway.versions import Span
 from ckpt_engine.gateway.writing import Writer
 
@@ -70,16 +70,17 @@ class PassedRequest:
         """Answers the request. Raises RefusedError, and what the writer raises."""
         placing, want, content = self._placing, self._wishes.want, await self._writer.dump(self._body)
         patience = placing.patience(self._wishes.queue_seconds)
+        headers = {**self._wishes.headers, **want.gate_headers()}
         unsuited: dict[str, ReplicaNews] = {}
         tries = 0
         lacking: set[str] = set()  # replicas whose servers have no such route
         while True:
             member = await placing.place(want, self._wishes.key, patience, False, unsuited)
-            outcome = ""
+            outcome, news = "", member.news
             with placing.inside(member, False) as visit:
                 try:
                     async with placing.upstream.ask(
-                        member.news.url, self._route, content, self._wishes.headers, self._wishes.resume
+                        member.news.url, self._route, content, headers, self._wishes.resume
                     ) as stream:
                         placing.let_in(member, visit, stream.admitted, want)
                         leg = Leg(member.name, 0, member.identify, visit.bounds, visit.caches, visit.entry)
@@ -87,6 +88,11 @@ class PassedRequest:
                     outcome = "whole"
                 except UnsuitedError as error:
                     unsuited[member.name], outcome = error.news, "not_admitted"
+                except UnmetError as error:
+                    unsuited[member.name], outcome = news, "not_admitted"
+                    if self._started or (error.begun and not self._wishes.resume):
+                        raise error.refusal() from error
+                    self._ids.clear()
                 except NoRouteError as error:
                     lacking.add(member.name)
                     if placing.fleet.all_in(lacking, want):
@@ -145,7 +151,7 @@ class PassedRequest:
         if any(map(was_aborted, samples)):
             raise AbortedError
         believed = not member.news.mislabels
-        await self._check(name_versions(content, leg, believed, why=self._why), member, visit, leg)
+        self._check(name_versions(content, leg, believed, why=self._why), leg)
         if samples:
             name_versions(content, leg, believed, why=self._why)
             if self._writer.stamps:
@@ -172,7 +178,7 @@ class PassedRequest:
                     checked = True
                     counts = {number: len(ids) for number, ids in self._ids.items()}
                     believed = not member.news.mislabels
-                    await self._check(name_versions(content, leg, believed, counts, self._why), member, visit, leg)
+                    self._check(name_versions(content, leg, believed, counts, self._why), leg)
                     name_versions(content, leg, believed, counts, self._why)
                     if self._writer.stamps:
                         stamp_versions(content)
@@ -185,7 +191,7 @@ class PassedRequest:
                     early.append(data)
             await self._tell(events)
         if not checked:
-            await self._check([], member, visit, leg)
+            self._check([], leg)
         self._started = True
         await self._tell(early)
         await self._writer.events([], done=True)
@@ -194,13 +200,12 @@ class PassedRequest:
         if events and self._started:
             await self._writer.raw(b"".join(b"data: " + data + b"\n\n" for data in events), True)
 
-    async def _check(self, spans: Sequence[Span], member: FleetReplica, visit: Visit, leg: Leg) -> None:
+    def _check(self, spans: Sequence[Span], leg: Leg) -> None:
         """Raises RefusedError if a version that the caller does not accept may have made the answer."""
         want = self._wishes.want
         if want.any_version and not want.lineage:
             return
         if not spans or not all(span.exact for span in spans):
-            await self._placing.look_again(member, visit, want)
             spans = [leg.span(0, 0)]
         for span in spans:
             if refusal := want.against(span):

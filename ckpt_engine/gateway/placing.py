@@ -21,10 +21,6 @@ from ckpt_engine.gateway.versions import GatewayVersion
 LOOK_SECONDS = 0.1
 """How often a waiting request looks again: a replica may become available by time alone."""
 
-LAST_LOOK_SECONDS = 5.0
-"""How long an answer waits until its replica says which version it serves, if its caller asked for a minimum version
-and the engine does not label tokens."""
-
 
 class UnsuitedError(Exception):
     """A gate let the request in under a version that the request does not accept."""
@@ -112,24 +108,16 @@ class Placing:
         """Notes that a replica let a request in, under the version that its gate named. Returns that version, with its
         lineage if known. Raises UnsuitedError."""
         admitted = self.fleet.answered(member, gate_version)
-        visit.let_in(admitted)
+        visit.let_in(admitted, want)
         if not self.fleet.suits(want, admitted):
             raise UnsuitedError(member.news)
         return admitted
 
-    async def look_again(self, member: FleetReplica, visit: Visit, want: VersionWant) -> None:
-        """Asks a replica which version it serves, after a request with a minimum version: it may have been rolled back
-        without news so far. Asks again while its gate keeps requests, since it then names none."""
-        if want.min_version is None:
-            return
-        with contextlib.suppress(NotAdmittedError, TimeoutError):
-            async with asyncio.timeout(LAST_LOOK_SECONDS):
-                open_, version = True, None
-                while open_ and version is None:
-                    open_, _, version = await self.upstream.ready(member.news.url)
-                    if version is None:
-                        await asyncio.sleep(LOOK_SECONDS)
-                visit.see(version)
+    def has_other(self, want: VersionWant, unsuited: Mapping[str, ReplicaNews]) -> bool:
+        """Whether another replica than these can take the request now."""
+        with contextlib.suppress(RefusedError):
+            return bool(self.fleet.candidates(want, time.monotonic(), unsuited))
+        return False
 
     def refused(self, member: FleetReplica, error: NotAdmittedError) -> None:
         """Notes that a replica did not let a request in."""

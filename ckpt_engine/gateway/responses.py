@@ -39,7 +39,7 @@ class PassedResponse(PassedRequest):
         body = finite_json(await stream.whole())
         if visit.cut:
             raise AbortedError
-        await self._check([], member, visit, leg)
+        self._check([], leg)
         content = _object(body)
         if content:
             body = dump(self._with_versions(content, leg))
@@ -56,7 +56,7 @@ class PassedResponse(PassedRequest):
                     await self._tell(events)
                     if visit.cut:
                         raise AbortedError
-                    await self._check([], member, visit, leg)
+                    self._check([], leg)
                     events, ended = [] if self._started else events, True
                     if isinstance(content.get("response"), dict):
                         data = dump({**content, "response": self._with_versions(content["response"], leg)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 
+from ckpt_engine.core.version_bounds import REASONS, VERSION_GONE, VERSION_NOT_YET
 from ckpt_engine.gateway.json_numbers import load_answer
 from ckpt_engine.gateway.refusals import ENGINE_REFUSED, RefusedError
 from ckpt_engine.gateway.settings import GatewaySettings
@@ -24,6 +25,8 @@ _NOT_FOUND = "Not Found"
 """The words of a server about a route; of a model or anything else that it does not know it says which."""
 MOST_REFUSAL_BYTES = 1 << 20
 _BUSY = (429, 503)
+_ERROR = b'{"error"'
+"""How the event begins with which a gate ends a stream."""
 _HEADERS = {"content-type": "application/json", "accept-encoding": "identity"}
 
 
@@ -38,6 +41,24 @@ class NotAdmittedError(Exception):
 
 class NoRouteError(RefusedError):
     """The replica's server has no such route: its model or its options do not need it."""
+
+
+class UnmetError(Exception):
+    """The replica's gate does not answer a request, or the rest of it, since its versions are not those that the
+    request accepts. All that came before is."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason, self.detail = reason, detail
+
+    @property
+    def begun(self) -> bool:
+        """Whether the engine may have begun it."""
+        return self.reason not in (VERSION_NOT_YET, VERSION_GONE)
+
+    def refusal(self) -> RefusedError:
+        """The same for the caller."""
+        return RefusedError(409, self.reason, self.detail)
 
 
 class BrokenError(Exception):
@@ -62,7 +83,7 @@ class Stream:
 
     async def events(self, done: bool = True) -> AsyncGenerator[list[bytes], None]:
         """Yields the data of whole events, in batches as they arrive, without the last one ([DONE]). Raises BrokenError
-        if the stream ends before that. done: false for a stream that has no such event."""
+        if the stream ends before that, and UnmetError. done: false for a stream that has no such event."""
         if not self.content_type.startswith("text/event-stream"):
             detail = f"answered with {self.content_type or 'nothing'} where a stream of events was asked for"
             raise BrokenError(f"{self._url} {detail}")
@@ -72,6 +93,11 @@ class Stream:
                 batch = events.feed(data)
                 if DONE in batch:
                     finished, batch = True, batch[: batch.index(DONE)]
+                unmet = next((place for place, each in enumerate(batch) if each.startswith(_ERROR)), len(batch))
+                if unmet < len(batch) and (reason := _bound_reason(batch[unmet])):
+                    if unmet:
+                        yield batch[:unmet]
+                    raise UnmetError(reason, _error_message(batch[unmet]))
                 if batch:
                     yield batch
             if finished or not done:
@@ -110,8 +136,8 @@ class Upstream:
         """Posts a body. Leaving the block before the answer's end closes the connection, so that the engine drops the
         request. again: whether to post it a second time if a reused connection ends before any byte of the answer.
 
-        Raises NotAdmittedError, BrokenError (also for an engine's own failure, 500 and above), and RefusedError for a
-        request that no engine would take.
+        Raises NotAdmittedError, UnmetError, BrokenError (also for an engine's own failure, 500 and above), and
+        RefusedError for a request that no engine would take.
         """
         idle = self._settings.idle
         try:
@@ -136,6 +162,8 @@ class Upstream:
         if status in _BUSY:
             wait = connection.headers.get("retry-after", "")
             raise NotAdmittedError(words or f"it answers {status}", float(wait) if wait.isdigit() else 0.0)
+        if status == 409 and (reason := _bound_reason(body)):
+            raise UnmetError(reason, words)
         if status >= 500:
             raise BrokenError(f"{url} answered {status}: {words}")
         missing = (status == 404 and words == _NOT_FOUND) or (status == 403 and _reason(body) == UNKNOWN_ROUTE)
@@ -189,10 +217,17 @@ def _error_message(body: bytes) -> str:
 
 
 def _reason(body: bytes) -> str:
-    """The reason in a gate's refusal; empty: it is not from a gate."""
-    with contextlib.suppress(ValueError, AttributeError):
-        return str(load_answer(body).get("reason", ""))
+    """The reason in a gate's refusal, or in its event of a stream; empty: it is not from a gate."""
+    with contextlib.suppress(ValueError, AttributeError, LookupError, TypeError):
+        content = load_answer(body)
+        return str(content.get("reason") or content["error"].get("reason", ""))
     return ""
+
+
+def _bound_reason(body: bytes) -> str:
+    """The same if the gate refused it for the versions that the request accepts; else empty."""
+    reason = _reason(body)
+    return reason if reason in REASONS else ""
 
 
 def _broken(url: str, error: Exception) -> BrokenError:

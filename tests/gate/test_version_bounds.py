@@ -239,12 +239,15 @@ def test_the_engine_gets_bodies_without_the_field_and_all_others_as_they_came(en
 
     asked = b'{ "weight_version": {"exact_version": 5}, "prompt": "caf\\u00e9", "temperature": 0.1}'
     assert json.loads(sent(asked)) == {"prompt": "caf\u00e9", "temperature": 0.1}
+    for name in (rb"\u0077eight_version", rb"weight\u005Fversio\u006e", rb"weight\u005fversion"):
+        assert json.loads(sent(b'{"%s": {"exact_version": 5}, "prompt": "x"}' % name)) == {"prompt": "x"}
     for other in (
         b"",
         b"{}",
         b'{"prompt": "say \\"weight_version\\": 4"}',
         b'{"metadata": {"weight_version": {"exact_version": 4}}}',
         b'["weight_version"]',
+        b'{"prompt": "caf\\u00e9 \\\\u0077eight_version"}',
         b'{"weight_version": {"exact_version": 4',
     ):
         assert sent(other) == other

@@ -189,11 +189,8 @@ class Streams:
                 error = event["error"]
                 if error.get("reason") in OF_BOUNDS and answer.bounds:
                     answer.reason = error["reason"]
-                    if self._route == "/v1/completions":
-                        # The reference engine labels each token before it is sent. Real ones do so at a stream's end:
-                        # then the error tells the caller of which versions the tokens are that it has.
-                        (choice,) = error.get("choices") or [{}]
-                        answer.said = choice.get("ckpt_engine", {})
+                    (choice,) = error.get("choices") or [{}]
+                    answer.said = choice.get("ckpt_engine", {})
                 else:
                     answer.error = str(error)
             elif event != "[DONE]" and "output_ids" in event:
@@ -341,11 +338,20 @@ def assert_bounded(answer: Answer) -> None:
 
 
 def judge(answers: Sequence[Answer], models: Sequence[Any]) -> int:
-    """Compares each token with the weights that it is said to be of. Returns how many were compared.
+    """Compares each token with the weights that it is said to be of; of an exact version's answer all that came, also
+    of one that was ended early. Returns how many were compared.
 
     Tokens computed over caches that an older version had made are no version's alone, and are not judged.
     """
-    return sum(_judge_one(answer, models) for answer in answers if answer.finish and not answer.error)
+    exact = sum(_judge_exact(answer, models) for answer in answers if "exact_version" in answer.bounds)
+    return exact + sum(_judge_one(answer, models) for answer in answers if answer.finish and not answer.error)
+
+
+def _judge_exact(answer: Answer, models: Sequence[Any]) -> int:
+    version = answer.bounds["exact_version"]
+    found = regrets(models[version % len(models)], answer.prompt, answer.told) if answer.told else []
+    assert max(found, default=0.0) < ROUNDING, f"a token is not of version {version}: {answer}"
+    return len(found)
 
 
 def _judge_one(answer: Answer, models: Sequence[Any]) -> int:

@@ -151,6 +151,18 @@ async def told(body: dict[str, Any], events: int | None = None, done: bool = Tru
         yield b"data: [DONE]\n\n"
 
 
+def unmet_event(reason: str) -> bytes:
+    """How a gate ends a stream that has begun, when a bound of its caller does not hold any more."""
+    error = {"message": f"the replica says {reason}", "code": reason, "status": 409, "reason": reason}
+    return b"data: " + json.dumps({"error": error}).encode() + b"\n\ndata: [DONE]\n\n"
+
+
+def unmet_answer(reason: str) -> Response:
+    """How a gate refuses a request whose bounds do not hold."""
+    problem = {"status": 409, "detail": f"the replica says {reason}", "reason": reason}
+    return JSONResponse(problem, 409, media_type="application/problem+json")
+
+
 @contextlib.asynccontextmanager
 async def asking(*engines: Engine, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a gateway before these engines, in this process."""

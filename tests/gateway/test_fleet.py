@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt_engine.core.version_bounds import VersionBounds
 from ckpt_engine.gateway import dialect
 from ckpt_engine.gateway.choice import BOUND, choose, key_of, ranked
 from ckpt_engine.gateway.fleet import Fleet, FleetState, ReplicaNews, VersionWant, Visit
@@ -166,7 +167,7 @@ def test_what_a_replica_can_have_held_is_a_range() -> None:
     fleet = fleet_of(told("a", version=2))
     member = fleet.members["a"]
     visit = Visit(member)
-    visit.let_in(fleet.answered(member, GatewayVersion(2, "", "ab")))
+    visit.let_in(fleet.answered(member, GatewayVersion(2, "", "ab")), VersionBounds())
     assert visit.bounds() == (GatewayVersion(2, "run", "ab"), GatewayVersion(2, "run", "ab"))
     draining = ReplicaNews(
         "a",
@@ -195,15 +196,15 @@ def test_what_became_of_caches_is_told_by_visit_since_a_replica_may_take_one_ver
     fleet.tell([told("a", version=3)])
     assert first.caches(3) == "kept"
     assert first.entry(3) == "recomputed", "the gate has not said under which version it was let in"
-    first.let_in(GatewayVersion(2, "run"))
+    first.let_in(GatewayVersion(2, "run"), VersionBounds())
     assert first.entry(3) == "kept", "it was let in before, and waited over the install"
     fleet.tell([draining(3, 4, "keep")])
     fleet.tell([told("a", version=4)])
     second = Visit(member)
     fleet.tell([draining(4, 3, "keep")])
     assert second.caches(3) == "recomputed", "it saw the rollback only"
-    second.let_in(GatewayVersion(4, "run"))
-    first.let_in(GatewayVersion(2, "run"))
+    second.let_in(GatewayVersion(4, "run"), VersionBounds())
+    first.let_in(GatewayVersion(2, "run"), VersionBounds())
     assert (second.entry(4), second.entry(3), first.entry(2)) == ("recomputed", "recomputed", "recomputed")
     assert first.caches(3) == "unknown", "it may have crossed over to version 3 at either time"
     fleet.tell([told("a", version=3)])
@@ -282,7 +283,7 @@ def test_what_a_replica_can_have_held_has_no_floor_while_it_goes_back() -> None:
     fleet = fleet_of(told("a", version=3))
     member, admitted = fleet.members["a"], GatewayVersion(3, "run", "ab")
     visit = Visit(member)
-    visit.let_in(admitted)
+    visit.let_in(admitted, VersionBounds())
     fleet.tell([replace(told("a", FleetState.DRAINING, version=3), next=GatewayVersion(1, "run"))])
     assert visit.bounds() == (GatewayVersion(1, "run"), admitted)
     fleet.tell([told("a", version=1)])
@@ -290,17 +291,35 @@ def test_what_a_replica_can_have_held_has_no_floor_while_it_goes_back() -> None:
     fleet.tell([told("a", version=4)])
     assert [each.version for each in visit.bounds() if each] == [1, 5]
     later = Visit(member)
-    later.let_in(GatewayVersion(4, "run", "ab"))
+    later.let_in(GatewayVersion(4, "run", "ab"), VersionBounds())
     assert later.bounds() == (GatewayVersion(4, "run", "ab"), GatewayVersion(4, "run", "ab"))
     visit.end()
     fleet.tell([told("a", version=9)])
     assert [each.version for each in visit.bounds() if each] == [1, 5]
 
 
+def test_what_a_gate_was_asked_for_bounds_what_it_let_tokens_of() -> None:
+    fleet, admitted = fleet_of(told("a", version=3)), GatewayVersion(3, "run", "ab")
+    asked = (VersionBounds(version=3), VersionBounds(min_version=2), VersionBounds(lineage="run"), VersionBounds())
+    visits = [Visit(fleet.members["a"]) for _ in asked]
+    for visit, accepted in zip(visits, asked, strict=True):
+        visit.let_in(admitted, accepted)
+    fleet.tell([replace(told("a", FleetState.DRAINING, version=3), next=GatewayVersion(1, "run"))])
+    fleet.tell([told("a", version=5)])
+    fleet.tell([told("a", version=2, lineage="another")])
+    found = [[each.version for each in visit.bounds() if each] for visit in visits]
+    assert found == [[3, 3], [3, 5], [1, 5], [1, 5]]
+    lineages = [{each.lineage for each in visit.bounds() if each} for visit in visits]
+    assert lineages == [{"run"}, {"run"}, {"run"}, {"run"}]
+    fleet.tell([told("a", version=0, lineage="another")])
+    assert [each.version for each in visits[2].bounds() if each] == [1, 5]
+    assert [each.version for each in visits[3].bounds() if each] == [0, 5]
+
+
 def test_a_late_word_is_no_news_and_another_run_is() -> None:
     fleet = fleet_of(told("a", version=2))
     visit = Visit(fleet.members["a"])
-    visit.let_in(GatewayVersion(3, "run", "cd"))
+    visit.let_in(GatewayVersion(3, "run", "cd"), VersionBounds())
     assert visit.bounds() == (GatewayVersion(3, "run", "cd"), GatewayVersion(3, "run", "cd"))
     fleet.tell([told("a", version=1, lineage="another")])
     assert visit.bounds() == (GatewayVersion(1, "another", "ab"), GatewayVersion(3, "run", "cd"))
@@ -315,7 +334,7 @@ def test_a_late_word_of_the_run_before_is_no_news_whatever_its_number(heard: str
     if heard == "before":
         fleet.tell([installs])
     visit = Visit(fleet.members["a"])
-    visit.let_in(first)
+    visit.let_in(first, VersionBounds())
     fleet.tell([installs])
     assert visit.bounds() == (first, first)
     fleet.tell([told("a", version=0)])

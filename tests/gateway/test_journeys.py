@@ -22,7 +22,17 @@ from ckpt_engine.gateway.versions import GatewayVersion
 from ckpt_engine.security.grants import digest_of
 from ckpt_engine.security.server import ServerSecurity
 from tests.gateway import model_engine
-from tests.gateway.misbehaving import BODY, PROMPT, WHOLE, Engine, asking, forever, told
+from tests.gateway.misbehaving import (
+    BODY,
+    PROMPT,
+    WHOLE,
+    Engine,
+    asking,
+    forever,
+    told,
+    unmet_answer,
+    unmet_event,
+)
 from tests.waiting import until
 
 
@@ -273,10 +283,9 @@ VERSION_WISHES = [("x-ckpt-engine-version", "version_changed"), ("x-ckpt-engine-
 
 @pytest.mark.parametrize(("wish", "reason"), VERSION_WISHES)
 @pytest.mark.parametrize("stream", [True, False])
-async def test_an_engine_that_labels_nothing_is_judged_by_what_is_told_of_it(
-    wish: str, reason: str, stream: bool
-) -> None:
-    """It goes back to version 3 in the middle of the first answer. What was seen by then is in the error."""
+async def test_a_gate_ends_an_answer_whose_version_goes(wish: str, reason: str, stream: bool) -> None:
+    """No other replica has it. The engine labels nothing, and what came before the end is of the version all the
+    same, whatever is told of the replica meanwhile: its gate was asked for that version."""
 
     async def goes_back(body: dict[str, Any]) -> AsyncIterator[bytes]:
         async for event in told(body, 4, done=False):
@@ -284,15 +293,13 @@ async def test_an_engine_that_labels_nothing_is_judged_by_what_is_told_of_it(
         await until(lambda: first_tokens(engine) > 1)
         engine.version = 3
         engine.tell()
-        rest = {**body, "prompt": [*body["prompt"], *WHOLE[:4]], "max_tokens": 8}
-        # At once: without labels it is known at the end only what made tokens, and what came before that was seen.
-        yield b"".join([event async for event in told(rest)])
+        yield unmet_event(reason)
 
     engine = Engine(lambda number, body: named(goes_back(body) if number == 1 else told(body)), kind="")
     async with asking(engine) as client:
         body = {**BODY, "stream": stream}
         before = await client.post("/v1/completions", json=body, headers={wish: "4"})
-        assert (before.status_code, len(engine.asked)) == (200, 1)
+        assert (before.status_code, len(engine.asked), engine.headers[0][wish]) == (200, 1, "4")
         answer = await client.post("/v1/completions", json=body, headers={wish: "4"})
     assert len(engine.asked) == 2
     *events, problem = contents(answer) if answer.status_code == 200 else [answer.json()]
@@ -303,28 +310,76 @@ async def test_an_engine_that_labels_nothing_is_judged_by_what_is_told_of_it(
     assert choice["token_ids"] == WHOLE[:4]
     assert seen == (WHOLE[:4] if stream else [])
     (span,) = choice["ckpt_engine"]["spans"]
-    assert (span["min_version"], span["max_version"], span["exact"]) == (3, 4, False)
+    assert (span["min_version"], span["max_version"], span["exact"]) == (4, 4, False)
+
+
+@pytest.mark.parametrize("count", [0, 4])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_a_gate_does_not_answer_goes_on_at_another_replica_of_that_version(stream: bool, count: int) -> None:
+    """Refused at once, or ended after four tokens: the other replica makes what is missing."""
+
+    async def ends(body: dict[str, Any]) -> AsyncIterator[bytes]:
+        async for event in told(body, 4, done=False):
+            yield event
+        yield unmet_event("version_changed")
+
+    def first(_number: int, body: dict[str, Any]) -> AsyncIterator[bytes] | Response:
+        return named(ends(body)) if count else unmet_answer("version_gone")
+
+    one, other = Engine(first, kind=""), Engine(lambda _number, body: named(told(body)), kind="")
+    async with asking(one, other, probe=60.0) as client:
+        while not one.asked:  # sessions go to either
+            headers = {"x-ckpt-engine-version": "4", "x-session-id": str(len(other.asked))}
+            answer = await client.post("/v1/completions", json={**BODY, "stream": stream}, headers=headers)
+            assert answer.status_code == 200, answer.text
+    events = contents(answer) if stream else [answer.json()]
+    choices = [event["choices"][0] for event in events]
+    assert [token for choice in choices for token in choice["token_ids"]] == WHOLE
+    assert other.asked[-1]["max_tokens"] == len(WHOLE) - count
+    told_of_it = choices[-1]["ckpt_engine"]
+    assert [leg["count"] for leg in told_of_it["legs"]] == [each for each in (count, 12 - count) if each]
+    assert told_of_it["min_version"] == told_of_it["max_version"] == 4
+
+
+async def test_what_a_gate_ends_is_not_asked_for_again_with_resuming_switched_off() -> None:
+    """Unless the gate says that the engine has not begun it."""
+    reasons = iter(["version_changed", "version_gone"])
+
+    def refuses(_number: int, _body: dict[str, Any]) -> Response:
+        return unmet_answer(next(reasons))
+
+    one, other = Engine(refuses, kind=""), Engine(lambda _number, body: named(told(body)), kind="")
+    async with asking(one, other, probe=60.0) as client:
+        found = []
+        for number in range(40):
+            headers = {"x-ckpt-engine-version": "4", "x-session-id": str(number), "x-ckpt-engine-resume": "off"}
+            before = len(one.asked)
+            answer = await client.post("/v1/completions", json=BODY, headers=headers)
+            if len(one.asked) > before:
+                found.append((answer.status_code, answer.json().get("reason")))
+            if len(found) == 2:
+                break
+    assert found == [(409, "version_changed"), (200, None)]
 
 
 @pytest.mark.parametrize(("wish", "reason"), VERSION_WISHES)
 async def test_an_echo_alone_is_of_the_version_that_was_asked_for(wish: str, reason: str) -> None:
     """As evaluation harnesses ask: no token, log-probabilities of the prompt."""
 
-    async def goes_back(body: dict[str, Any]) -> AsyncIterator[bytes]:
+    def goes_back(_body: dict[str, Any]) -> Response:
         engine.version = 3
         engine.tell()
-        async for event in told(body):
-            yield event
+        return unmet_answer(reason)
 
-    engine = Engine(lambda number, body: named(goes_back(body) if number else told(body)), kind="")
-    async with asking(engine) as client:
+    engine = Engine(lambda number, body: goes_back(body) if number else named(told(body)), kind="")
+    async with asking(engine, queue_seconds=0.5) as client:
         body = {**BODY, "max_tokens": 0, "echo": True, "logprobs": 1, "return_token_ids": True}
         whole = await client.post("/v1/completions", json=body, headers={wish: "4"})
         refused = await client.post("/v1/completions", json=body, headers={wish: "4"})
     (choice,) = whole.json()["choices"]
     assert (choice["token_ids"], len(choice["logprobs"]["tokens"])) == ([], 3)
     assert (choice["ckpt_engine"]["prompt"]["version"], choice["ckpt_engine"]["spans"]) == (4, [])
-    assert (refused.status_code, refused.json()["reason"]) == (409, reason)
+    assert (refused.status_code, refused.json()["reason"]) == (503, "version_not_yet")
 
 
 async def test_what_was_seen_stays_in_an_error_whatever_its_labels_say() -> None:

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from starlette.responses import JSONResponse, Response
 
-from tests.gateway.misbehaving import Engine, asking, told
+from tests.gateway.misbehaving import Engine, asking, told, unmet_answer, unmet_event
 
 CHAT = {"messages": [{"role": "user", "content": "Call me"}]}
 HEADERS = {"x-ckpt-engine-admitted-version": "4", "x-ckpt-engine-admitted-root": "abcd"}
@@ -194,75 +194,46 @@ async def test_a_chat_names_its_version_in_headers_and_body(stream: bool) -> Non
     assert (spoken["min_version"], spoken["max_version"], spoken["legs"][0]["ended"]) == (4, 4, "whole")
 
 
-@pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(
     ("wish", "reason"), [("x-ckpt-engine-min-version", "rolled_back"), ("x-ckpt-engine-version", "version_changed")]
 )
-async def test_a_chat_whose_replica_goes_over_to_another_version_is_no_answer(
-    wish: str, reason: str, stream: bool
-) -> None:
-    """The engine labels nothing: that the replica went back is told by its gate alone."""
+async def test_a_gate_ends_a_chat_whose_version_goes(wish: str, reason: str) -> None:
+    async def ends() -> AsyncIterator[bytes]:
+        async for event in streamed(vllm(["Ish", "mael"], "stop")):
+            if b"finish_reason" in event and b"stop" in event:
+                break
+            yield event
+        yield unmet_event(reason)
 
-    def behave(_number: int, _body: dict[str, Any]) -> Answer:
-        engine.version = 3
-        engine.tell()
-        return named(streamed(vllm(["Ish", "mael"], "stop"))) if stream else whole("stop")
-
-    engine = Engine(behave)
+    engine = Engine(lambda _number, _body: named(ends()))
     async with asking(engine) as client:
-        answer = await client.post("/v1/chat/completions", json={**CHAT, "stream": stream}, headers={wish: "4"})
-    if answer.status_code == 200:  # its first events may come together with the last
-        assert stream
-        error = events_of(answer)[-1]["error"]
-        with pytest.raises(RuntimeError):
-            as_openai(answer)
-    else:
-        error = answer.json()
-        assert answer.status_code == 409
-    assert error["reason"] == reason
-
-
-@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
-async def test_that_a_replica_went_back_is_asked_of_it_if_nobody_told(route: str) -> None:
-    """No news come in time: the next look at replicas is a minute away."""
-    asks: dict[str, Any] = {**CHAT, "prompt": [1, 2, 3], "max_tokens": 2}
-
-    def behave(_number: int, body: dict[str, Any]) -> Answer:
-        engine.version = 3
-        return whole("stop") if "chat" in route else Engine.streaming(told(body), HEADERS)
-
-    engine = Engine(behave, kind="")
-    async with asking(engine, probe=60.0) as client:
-        answer = await client.post(route, json=asks, headers={"x-ckpt-engine-min-version": "4"})
-    assert (answer.status_code, answer.json()["reason"], len(engine.asked)) == (409, "rolled_back", 1)
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "stream": True}, headers={wish: "4"})
+    assert engine.headers[0][wish] == "4"
+    assert events_of(answer)[-1]["error"]["reason"] == reason
+    with pytest.raises(RuntimeError):
+        as_openai(answer)
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_chat_names_what_its_replica_said_after_it(stream: bool) -> None:
-    """Nobody told that the replica went on: it says so itself when it is asked, and the answer may hold either."""
+async def test_a_chat_that_a_gate_does_not_answer_goes_to_another_replica(stream: bool) -> None:
+    """Also if the role has come already: its caller has got nothing."""
 
-    def behave(_number: int, _body: dict[str, Any]) -> Answer:
-        engine.version = 5
-        return named(streamed(vllm(["Ish", "mael"], "stop"))) if stream else whole("stop")
+    async def ends() -> AsyncIterator[bytes]:
+        async for event in streamed(vllm(["Ish"], "stop")):
+            yield event
+            break
+        yield unmet_event("version_changed")
 
-    engine = Engine(behave, kind="")
-    async with asking(engine, probe=60.0) as client:
-        asks = {**CHAT, "stream": stream}
-        answer = await client.post("/v1/chat/completions", json=asks, headers={"x-ckpt-engine-min-version": "4"})
+    one = Engine(lambda _number, _body: named(ends()) if stream else unmet_answer("version_changed"))
+    other = Engine(lambda _number, _body: named(streamed(vllm(["Ish", "mael"], "stop"))) if stream else whole("stop"))
+    async with asking(one, other, probe=60.0) as client:
+        while not one.asked:
+            headers = {"x-ckpt-engine-version": "4", "x-session-id": str(len(other.asked))}
+            answer = await client.post("/v1/chat/completions", json={**CHAT, "stream": stream}, headers=headers)
+            assert answer.status_code == 200, answer.text
     last = events_of(answer)[-1] if stream else answer.json()
-    spoken = last["choices"][0]["ckpt_engine"]
-    assert (spoken["min_version"], spoken["max_version"], spoken["exact"]) == (4, 5, False)
-
-
-async def test_a_replica_that_names_the_version_of_each_token_is_not_asked_once_more() -> None:
-    looks: list[int] = []
-    engine = Engine(lambda _number, body: Engine.streaming(told(body), HEADERS))
-    async with asking(engine, probe=60.0) as client:
-        engine.looked = lambda: looks.append(len(engine.asked))
-        asks = {"prompt": [1, 2, 3], "max_tokens": 2}
-        answer = await client.post("/v1/completions", json=asks, headers={"x-ckpt-engine-min-version": "4"})
-    assert (answer.status_code, answer.json()["choices"][0]["ckpt_engine"]["exact"]) == (200, True), answer.text
-    assert not looks
+    assert last["choices"][0]["finish_reason"] == "stop"
+    assert last["choices"][0]["ckpt_engine"]["max_version"] == 4
 
 
 async def test_a_request_that_a_gate_let_in_under_another_version_goes_on_elsewhere() -> None:
