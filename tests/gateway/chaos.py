@@ -386,16 +386,19 @@ def play(
     apart: float = 1.0,
     make: Callable[..., Any] = make_model,
     modes: Sequence[str] = MODES,
+    device: str = "cpu",
+    judged: int | None = None,
 ) -> Tally:
     """Runs it for so long, and longer until so many answers crossed two versions and so many legs were killed late.
 
     start: starts a replica by its name; its model is at `path / "bare"`. rollbacks: every so many updates the last one
     is taken back, from a relay that has the one before. apart: seconds from one update to the next. make: makes models.
-    modes: that the engine can be paused in.
+    modes: that the engine can be paused in. device: of the trainer. judged: so many answers at most, evenly
+    drawn from all, are compared with the weights; None: all.
     """
     torch.set_num_threads(1)
     models = [make(path / f"weights-{number}", number) for number in range(WEIGHTS)]
-    model = make(path / "model", 0)
+    model = make(path / "model", 0).to(device)
     make(path / "bare", weights=False)
     with running_cluster(path) as cluster:
         for number in range(replicas):
@@ -435,10 +438,10 @@ def play(
                 killer.end()
                 answers = callers.end()
             tally = count(answers)
-            judged = judge(answers, models)
-            print(f"{tally} {judged=} {versions=} kills={killer.kills} rollbacks={len(taken_back)}")
+            tokens = judge(answers if judged is None else answers[:: len(answers) // judged + 1], models)
+            print(f"{tally} judged={tokens} {versions=} kills={killer.kills} rollbacks={len(taken_back)}")
             assert not tally.failures, f"{reasons(tally)}\n{gateway.tail()}"
-    assert judged
+    assert tokens
     assert tally.bounded
     assert bool(taken_back) == rollbacks
     assert tally.from_zero == 0

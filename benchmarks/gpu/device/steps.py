@@ -253,6 +253,20 @@ STEPS = (
         cpu=(*VERL, "--cpu", "--seconds", "1000"),
     ),
     Step("sglang-tests", "all of SGLang's tests on GPUs", tests("/test_sglang_gpu.py", 400), 260, 430, engine="sglang"),
+    Step(
+        "chaos",
+        "streams through a gateway, updates in all modes, killed engines",
+        tests("/test_chaos_gpu.py", 480, "-s", "-k", "vllm"),
+        *(250, 490),
+        engine="vllm",
+    ),
+    Step(
+        "chaos-sglang",
+        "the same of SGLang",
+        tests("/test_chaos_gpu.py", 480, "-s", "-k", "sglang"),
+        *(250, 490),
+        engine="sglang",
+    ),
     Step("relay", "relays beside a GPU, against Moonshot", bench("test_relay.py", 300), 250, 400),
     Step(
         "load-alone",
