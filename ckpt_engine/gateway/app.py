@@ -23,6 +23,7 @@ from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.version_bounds import FIELD
 from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.answering import Answering
+from ckpt_engine.gateway.chat_text import CHAT_ROUTE
 from ckpt_engine.gateway.dialect import ParsedRequest
 from ckpt_engine.gateway.door import GatewayDoor
 from ckpt_engine.gateway.json_numbers import load_answer, load_request
@@ -37,7 +38,7 @@ from ckpt_engine.gateway.writing import PROBLEM, CallerGoneError, Writer
 
 log = logging.getLogger("ckpt_engine.gateway")
 
-PASSED = ("/v1/chat/completions",)
+PASSED = (CHAT_ROUTE,)
 """Routes for requests that are passed on unchanged, unless an engine renders them."""
 
 NO_MODELS = RefusedError(503, refusals.NO_REPLICA, "no replica has said yet which model it serves")
@@ -178,7 +179,8 @@ class Gateway:
         key = session or _text_key(body, request)
         wishes = wishes_of(headers, field, key, prompt, self.placing.settings, authorized)
         speakers = engines.speakers.get(route, frozenset())
-        if dialect is None and wishes.resume and (forms := engines.rendered.get(route)):
+        forms = engines.rendered.get(route, {})
+        if dialect is None and wishes.resume and (forms or (route == CHAT_ROUTE and engines.chat_texts)):
             return RenderedRequest(self.placing, route, forms, body, wishes, writer)
         if request is None or request.whole or dialect is None:
             able = frozenset[str]() if dialect is not None and dialect.of_any_engine else speakers

@@ -34,7 +34,7 @@ async def ask_replica(
     """Asks one replica. Raises NotAdmittedError, BrokenError (also if it takes too long or does not answer with an
     object), and RefusedError if the engine refuses the question."""
     url = member.news.url
-    large = len(question.body.get("prompt_token_ids") or ()) >= LARGE
+    large = max(len(question.body.get(name) or ()) for name in ("prompt_token_ids", "tokens")) >= LARGE
     content = await asyncio.to_thread(dump, question.body, True) if large else dump(question.body)
     try:
         async with (

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ckpt_engine.core.problems import precondition
 from ckpt_engine.engine.kinds import UnknownAdapterError, engine_kind, engine_names
+from ckpt_engine.gateway.chat_text import ChatText
 from ckpt_engine.gateway.dialect import Dialect
 from ckpt_engine.gateway.rendering import RenderedDialect
 from ckpt_engine.http_client.connections import Answer
@@ -50,6 +51,8 @@ class GatewaySide:
     server, by its model or its options."""
     rendered: tuple[type[RenderedDialect], ...] = ()
     """Its dialects whose prompts are messages, each at its callers' route."""
+    chat_text: ChatText | None = None
+    """How its chats go on by text; None: they do not."""
     mark: Mark | None = None
     """None: it cannot be recognised, so any dialect is tried with it."""
     load: Load | None = None
@@ -93,6 +96,7 @@ class Engines:
         for name, side in self.sides.items():
             for rendered in side.rendered:
                 self.rendered.setdefault(rendered.caller_route, {})[name] = rendered
+        self.chat_texts = {name: side.chat_text for name, side in self.sides.items() if side.chat_text is not None}
         # Kinds of engine with events that name the version of each token.
         self.labelling = frozenset(name for name, side in self.sides.items() if side.labels_each_token)
 

@@ -252,7 +252,7 @@ class Journey:
 
     def _may_ask_again(self, unmet: UnmetError, patience: Patience) -> None:
         """Raises RefusedError unless a leg of which nothing came may be asked for again."""
-        if unmet.begun and not self._wishes.resume:
+        if unmet.may_have_begun and not self._wishes.resume:
             raise unmet.refusal()
         self._placing.check(self._want, patience)
 

@@ -2,20 +2,24 @@
 
 They wait for a replica like others, and go to another one as long as no gate has let them in. They are not resumed,
 since text cannot be joined without a tokenizer: a request that breaks inside an engine ends with a reason and the ids
-so far. One that an update interrupts starts again from its beginning if its caller has received nothing of the answer.
+so far. It starts again from its beginning if its caller has received nothing of the answer.
 """
 
 from __future__ import annotations
 
+import asyncio
+import random
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt_engine.core.version_stamps import may_end
 from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.fleet import FleetReplica, ReplicaNews, Visit
-from ckpt_engine.gateway.journey import Wishes
+from ckpt_engine.gateway.journey import DEATH_LOOK_SECONDS, Wishes
 from ckpt_engine.gateway.json_numbers import dump, finite_json, load_answer
 from ckpt_engine.gateway.placing import Placing, UnsuitedError
+from ckpt_engine.gateway.poison import Suspects
 from ckpt_engine.gateway.refusals import RefusedError
 from ckpt_engine.gateway.samples import (
     PASSED_ON,
@@ -26,9 +30,9 @@ from ckpt_engine.gateway.samples import (
     stamp_versions,
     was_aborted,
 )
-from ckpt_engine.gateway.stitching import Leg
+from ckpt_engine.gateway.stitching import ABORTED, BROKEN, WHOLE, Leg
 from ckpt_engine.gateway.upstream import BrokenError, NoRouteError, NotAdmittedError, Stream, UnmetError
-from ckpt_engine.gateway.versions import Span
+from ckpt_engine.gateway.versions import GatewayVersion, Span
 from ckpt_engine.gateway.writing import Writer
 
 MOST_IDS = 1 << 20
@@ -60,6 +64,7 @@ class PassedRequest:
         self._wishes, self._writer = wishes, writer
         self._ids: dict[int, list[int]] = {}
         self._started = False  # whether the caller has received anything of the answer
+        self._pieces = 0  # events with content, or about as many tokens
 
     @property
     def streams(self) -> bool:
@@ -68,31 +73,32 @@ class PassedRequest:
 
     async def work(self) -> None:
         """Answers the request. Raises RefusedError, and what the writer raises."""
-        placing, want, content = self._placing, self._wishes.want, await self._writer.dump(self._body)
+        placing, settings = self._placing, self._placing.settings
+        content: bytes | None = await self._writer.dump(self._body)
         patience = placing.patience(self._wishes.queue_seconds)
-        headers = {**self._wishes.headers, **want.gate_headers()}
+        suspects = Suspects(placing.upstream, settings.deaths, settings.dying)
         unsuited: dict[str, ReplicaNews] = {}
-        tries = 0
+        dry = 0  # tries in a row that brought nothing
         lacking: set[str] = set()  # replicas whose servers have no such route
-        while True:
-            member = await placing.place(want, self._wishes.key, patience, False, unsuited)
-            outcome, news = "", member.news
-            with placing.inside(member, False) as visit:
+        while content is not None:
+            want = self._wishes.want
+            headers = {**self._wishes.headers, **want.gate_headers()}
+            member = await placing.place(want, self._wishes.key, patience, self._started, unsuited)
+            outcome, cause, news, url, life = "", "", member.news, member.news.url, member.life
+            leg, before = Leg(member.name, 0, member.identify), self._pieces
+            with placing.inside(member, self._started) as visit:
                 try:
-                    async with placing.upstream.ask(
-                        member.news.url, self._route, content, headers, self._wishes.resume
-                    ) as stream:
-                        placing.let_in(member, visit, stream.admitted, want)
-                        leg = Leg(member.name, 0, member.identify, visit.bounds, visit.caches, visit.entry)
+                    async with placing.upstream.ask(url, self._route, content, headers, self._wishes.resume) as stream:
+                        self._let_in(placing.let_in(member, visit, stream.admitted, want))
+                        leg.bounds, leg.caches, leg.entry = visit.bounds, visit.caches, visit.entry
                         await self._relay(stream, member, visit, leg)
-                    outcome = "whole"
+                    outcome = WHOLE
                 except UnsuitedError as error:
                     unsuited[member.name], outcome = error.news, "not_admitted"
                 except UnmetError as error:
                     unsuited[member.name], outcome = news, "not_admitted"
-                    if self._started or (error.begun and not self._wishes.resume):
+                    if self._pieces > before or (error.may_have_begun and not self._wishes.resume):
                         raise error.refusal() from error
-                    self._ids.clear()
                 except NoRouteError as error:
                     lacking.add(member.name)
                     if placing.fleet.all_in(lacking, want):
@@ -102,39 +108,59 @@ class PassedRequest:
                 except NotAdmittedError as error:
                     placing.refused(member, error)
                     outcome = "not_admitted"
-                except AbortedError as error:
-                    tries, outcome = tries + 1, "aborted"
-                    self._may_try_again(member, tries, error)
-                    patience = placing.patience(self._wishes.queue_seconds)
+                except AbortedError:
+                    outcome, cause = ABORTED, f"an update interrupted it at {member.name} (pause mode abort)"
                 except BrokenError as error:
-                    outcome = "broken"
-                    raise self._broken(member, error) from error
+                    outcome, cause = BROKEN, f"{member.name} broke off ({error})"
+                    placing.failed(member, str(error))
+                    suspects.add(member, url, life, error.silent, time.monotonic(), self._pieces)
                 finally:
                     if outcome:
+                        leg.outcome = outcome
                         placing.metrics.legs.labels(member.name, outcome).inc()
-            if outcome == "whole":
+            if outcome == WHOLE:
                 return
+            if cause:
+                dry = 0 if self._pieces > before else dry + 1
+                if outcome == BROKEN:
+                    await asyncio.sleep(DEATH_LOOK_SECONDS + random.uniform(0, settings.jitter))
+                await self._may_try_again(cause, dry, suspects)
+                content = await self._next(cause)
+                patience = placing.patience(self._wishes.queue_seconds)
             placing.check(want, patience)
 
-    def _may_try_again(self, member: FleetReplica, tries: int, error: AbortedError) -> None:
-        """Raises RefusedError unless an interrupted answer can start again from its beginning."""
-        cause = f"an update interrupted it at {member.name} (pause mode abort)"
-        if self._started:
-            why = f"{cause}, and a request that is passed on as it came is not resumed{self._because()}"
-            raise RefusedError(502, refusals.NOT_RESUMABLE, why) from error
-        if not self._wishes.resume:
-            raise RefusedError(502, refusals.RESUME_OFF, f"{cause}, and the caller switched resuming off") from error
-        if tries > self._placing.settings.dry:
-            raise RefusedError(502, refusals.NO_PROGRESS, f"{cause}, and so were {tries - 1} tries before") from error
+    def _let_in(self, admitted: GatewayVersion | None) -> None:
+        """Notes under which version a gate let it in."""
+
+    def _impediment(self) -> str:
+        """Why a request of which its caller has something cannot go on; empty: it can."""
+        return f"a request that is passed on as it came is not resumed{self._because()}"
+
+    async def _next(self, cause: str) -> bytes | None:
+        """The body with which it is asked for once more; None: the answer has all that was asked for. cause: why it
+        is, for people."""
+        self._forget()
+        return await self._writer.dump(self._body)
+
+    def _forget(self) -> None:
+        """Drops what came of an answer that its caller has not got."""
         self._ids.clear()
+
+    async def _may_try_again(self, cause: str, dry: int, suspects: Suspects) -> None:
+        """Raises RefusedError unless an answer that broke off can be asked for once more."""
+        settings = self._placing.settings
+        if self._started and (why := self._impediment()):
+            raise RefusedError(502, refusals.NOT_RESUMABLE, f"{cause}, and {why}")
+        if not self._wishes.resume:
+            raise RefusedError(502, refusals.RESUME_OFF, f"{cause}, and the caller switched resuming off")
+        if (dead := await suspects.dead()) >= settings.deaths:
+            detail = f"{cause}; {dead} engines died or fell silent with this request inside: it is given up"
+            raise RefusedError(502, refusals.POISONED, detail)
+        if dry > settings.dry:
+            raise RefusedError(502, refusals.NO_PROGRESS, f"{cause}; {dry} tries in a row brought nothing")
 
     def _because(self) -> str:
         return "" if self._why == PASSED_ON else f": {self._why}"
-
-    def _broken(self, member: FleetReplica, error: BrokenError) -> RefusedError:
-        self._placing.failed(member, str(error))
-        detail = f"{member.name} broke off ({error}), and a request that is passed on as it came is not resumed"
-        return RefusedError(502, refusals.NOT_RESUMABLE, f"{detail}{self._because()}")
 
     async def _relay(self, stream: Stream, member: FleetReplica, visit: Visit, leg: Leg) -> None:
         """Relays the answer of one engine. Raises AbortedError, RefusedError and BrokenError."""
@@ -167,6 +193,7 @@ class PassedRequest:
             for data in map(finite_json, batch):
                 self._remember(data)
                 if self._started and not may_end(data):
+                    self._pieces += 1
                     events.append(data)
                     continue
                 content = _load(data)
@@ -185,6 +212,7 @@ class PassedRequest:
                     data = dump(content)
                 if self._started or says(content) or len(early) == MOST_EARLY:
                     visit.begin()
+                    self._pieces += 1
                     events += [*early, data]
                     early, self._started = [], True
                 else:

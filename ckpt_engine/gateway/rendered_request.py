@@ -13,6 +13,7 @@ from typing import Any
 
 from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.answering import Samples
+from ckpt_engine.gateway.continued_chat import passed_chat
 from ckpt_engine.gateway.dialect import MalformedError, ParsedRequest
 from ckpt_engine.gateway.engine_tokenizer import EngineTokenizer, ask_replica
 from ckpt_engine.gateway.journey import Wishes
@@ -70,7 +71,7 @@ class RenderedRequest:
                     raise
                 raise NotRenderedError(f"its engine does not answer it by ids ({error})") from error
         except NotRenderedError as error:
-            self._work = PassedRequest(self._placing, self._route, self._body, self._wishes, self._writer, str(error))
+            self._work = passed_chat(self._placing, self._route, self._body, self._wishes, self._writer, str(error))
             await self._work.work()
 
     async def _rendered(self) -> RenderedAnswering:

@@ -62,6 +62,7 @@ class PassedResponse(PassedRequest):
                         data = dump({**content, "response": self._with_versions(content["response"], leg)})
                 elif name not in _FIRST:
                     visit.begin()
+                    self._pieces += 1
                 events.append(_event(name, data))
             if visit.has_token and not ended:
                 self._started = True

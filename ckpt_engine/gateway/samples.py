@@ -66,21 +66,21 @@ def name_versions(
     """Adds `ckpt_engine` to each sample that has ended. Returns all their spans.
 
     believed: whether to trust the engine's labels. streamed: how many ids a stream has brought of each sample so far;
-    None: the answer is whole. why: it is not resumable.
+    None: the answer is whole. why: it is not resumable; empty: it is.
     """
     all_spans: list[Span] = []
     samples = samples_of(content)
     for sample in samples:
         if not has_ended(sample):
             continue
-        labels, count = _facts(content, sample, len(samples) == 1, streamed)
+        labels, count = facts(content, sample, len(samples) == 1, streamed)
         spans = _spans(leg, count, labels if believed else None)
         all_spans += spans
         summary = version_summary(spans)
         if not count:
             summary["spans"] = [{**each, "count": None} for each in summary["spans"]]
         one = {"replica": leg.replica, "first": 0, "count": count, "ended": "whole"}
-        sample["ckpt_engine"] = {**summary, "resumes": 0, "legs": [one], "not_resumable": why}
+        sample["ckpt_engine"] = {**summary, "resumes": 0, "legs": [one], **({"not_resumable": why} if why else {})}
     return all_spans
 
 
@@ -99,7 +99,7 @@ def stamp_versions(content: Any) -> None:
         stamp(content, min(known[0], default=None), max(known[1], default=None))
 
 
-def _facts(
+def facts(
     content: Any, sample: Mapping[str, Any], alone: bool, streamed: Mapping[int, int] | None
 ) -> tuple[list[Label] | None, int | None]:
     """The labels of one sample's tokens and the number of its tokens, as the engine reports them; None: it does not."""

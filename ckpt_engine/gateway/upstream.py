@@ -52,7 +52,7 @@ class UnmetError(Exception):
         self.reason, self.detail = reason, detail
 
     @property
-    def begun(self) -> bool:
+    def may_have_begun(self) -> bool:
         """Whether the engine may have begun it."""
         return self.reason not in (VERSION_NOT_YET, VERSION_GONE)
 

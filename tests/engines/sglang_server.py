@@ -52,12 +52,14 @@ def start_sglang(
     model: Path,
     *arguments: str,
     tensor_parallel: int = 1,
+    tokenizer: bool = False,
     options: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Replica:
     """An SGLang server with random weights of its own, as a replica of `cluster`; not waited for.
 
-    options: the agent's. environment: added to what the server needs; a PYTHONPATH comes first.
+    tokenizer: whether it has the model's. options: the agent's. environment: added to what the server needs; a
+    PYTHONPATH comes first.
     """
     variables = {**ENVIRONMENT, **(environment or {})}
     if environment and "PYTHONPATH" in environment:
@@ -65,11 +67,12 @@ def start_sglang(
     if tensor_parallel > 1:
         # Otherwise a rank would need a NUMA node of its own.
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tensor_parallel)))
+    given = [option for option in OPTIONS if not tokenizer or option != "--skip-tokenizer-init"]
     return cluster.replica(
         name,
         "sglang",
         model,
-        *(PYTHON, "-m", "sglang.launch_server", *OPTIONS, "--tensor-parallel-size", str(tensor_parallel), *arguments),
+        *(PYTHON, "-m", "sglang.launch_server", *given, "--tensor-parallel-size", str(tensor_parallel), *arguments),
         options=options,
         environment=variables,
     )

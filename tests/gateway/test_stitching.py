@@ -20,6 +20,7 @@ from ckpt_engine.gateway.single import leg_seed
 from ckpt_engine.gateway.stitching import ABORT, AnswerPiece, OverrunError, Stitch
 from ckpt_engine.gateway.versions import GatewayVersion
 from ckpt_engine_adapters.reference.sampling import choose
+from ckpt_engine_adapters.sglang import chats as sglang_chats
 from ckpt_engine_adapters.sglang import generate
 from ckpt_engine_adapters.sglang.generate import Generate
 from ckpt_engine_adapters.vllm import fields
@@ -353,6 +354,8 @@ def test_the_page_has_the_tables() -> None:
         fields.INFERENCE,
         fields.INFERENCE_SAMPLING,
         fields.CHATS,
+        fields.CHATS_BY_TEXT,
+        sglang_chats.CHATS,
         generate.FIELDS,
         generate.SAMPLING,
     ]

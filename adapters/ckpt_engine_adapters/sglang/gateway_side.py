@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ckpt_engine.gateway.engines import GatewaySide, Load
 from ckpt_engine.http_client.connections import Answer
+from ckpt_engine_adapters.sglang.chats import CHAT_TEXT
 from ckpt_engine_adapters.sglang.generate import Generate
 
 
@@ -14,5 +15,6 @@ def _count(answer: Answer) -> int | None:
 SIDE = GatewaySide(
     dialects=(Generate,),
     passed=("/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize"),
+    chat_text=CHAT_TEXT,
     load=Load("/get_load", _count),
 )

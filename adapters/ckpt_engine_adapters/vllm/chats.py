@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from ckpt_engine.gateway import dialect
+from ckpt_engine.gateway.chat_text import CHAT_ROUTE, ChatText, is_text
 from ckpt_engine.gateway.dialect import MalformedError, ParsedRequest
 from ckpt_engine.gateway.refusals import RefusedError
 from ckpt_engine.gateway.rendering import MessagePart, NotRenderedError, RenderedDialect, TextQuestion
 from ckpt_engine.gateway.resumability import NOT_IDS, judge, not_streamed
 from ckpt_engine.gateway.single import Single
 from ckpt_engine.gateway.stitching import STOP, Stitch
-from ckpt_engine_adapters.vllm.fields import CHATS, INFERENCE_SAMPLING
+from ckpt_engine_adapters.vllm.fields import CHATS, CHATS_BY_TEXT, INFERENCE_SAMPLING
 from ckpt_engine_adapters.vllm.inference import InferenceLegs, usage_of
 
 _RENDER = "/v1/chat/completions/render"
@@ -35,10 +36,27 @@ _CONTEXT = 64
 """So many of the prompt's last ids suffice to decode what follows."""
 
 
+CHAT_TEXT = ChatText(
+    fields=CHATS_BY_TEXT,
+    template=(
+        "model",
+        "tools",
+        "chat_template",
+        "chat_template_kwargs",
+        "continue_final_message",
+        "add_special_tokens",
+    ),
+    continues={"continue_final_message": True, "add_generation_prompt": False},
+    text_name="prompt",
+    drops=("request_id",),
+)
+"""Of servers without those routes."""
+
+
 class Chats(InferenceLegs, RenderedDialect):
     """See RenderedDialect. A state is derender's `stream_state`."""
 
-    caller_route: ClassVar[str] = "/v1/chat/completions"
+    caller_route: ClassVar[str] = CHAT_ROUTE
 
     def __init__(self, request: ParsedRequest, identifier: str, created: int) -> None:
         super().__init__(request, identifier, created)
@@ -49,7 +67,7 @@ class Chats(InferenceLegs, RenderedDialect):
     def resists(cls, body: Mapping[str, Any]) -> str:
         if not_streamed(body, CHATS):
             return "engines do not stream what it asks for"
-        return judge(body, CHATS) or ("" if _is_text(body.get("messages")) else f"messages: {NOT_IDS}")
+        return judge(body, CHATS) or ("" if is_text(body.get("messages")) else f"messages: {NOT_IDS}")
 
     @classmethod
     def render(cls, body: Mapping[str, Any]) -> TextQuestion:
@@ -259,15 +277,6 @@ class Chats(InferenceLegs, RenderedDialect):
             for entry in logprobs.get("content") or []:
                 entry["top_logprobs"] = (entry.get("top_logprobs") or [])[:most]
         return logprobs
-
-
-def _is_text(messages: Any) -> bool:
-    """Whether all content is text. What is not messages at all is the engine's to refuse."""
-    if not isinstance(messages, list):
-        return False
-    contents = [each.get("content") for each in messages if isinstance(each, dict)]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return all(isinstance(part, dict) and part.get("type") == "text" for part in parts)
 
 
 def _choice_of(answer: Any) -> dict[str, Any]:

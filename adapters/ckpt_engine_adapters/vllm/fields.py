@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ckpt_engine.gateway.chat_text import IDS_ONLY
 from ckpt_engine.gateway.resumability import (
     BEAM,
     ELSEWHERE,
@@ -26,6 +27,7 @@ from ckpt_engine.gateway.single import Single, leg_seed
 from ckpt_engine.gateway.stitching import ABORT, ERROR, Finish
 
 PROMPT_TEXT = "the answer has the prompt's text, which its tokens' route does not send"
+NOT_TOKENIZED = "the route that tells what a prompt is made of does not know it"
 OTHER_LOGPROBS = "the route that turns tokens into a chat does not know it"
 
 _VLLM_SAMPLING: dict[str, FieldRule] = {
@@ -96,6 +98,17 @@ CHATS: Table = {
     **rules(FieldKind.NEVER, "kv_transfer_params ec_transfer_params", why=ELSEWHERE),
 }
 """vLLM's `/v1/chat/completions`."""
+
+
+CHATS_BY_TEXT: Table = {
+    **CHATS,
+    **rules(FieldKind.OURS, "seed"),
+    **rules(FieldKind.NEVER, "n", (None, 1), "its samples are not told apart by text"),
+    **rules(FieldKind.NEVER, "logprobs top_logprobs return_token_ids return_token_offsets", why=IDS_ONLY),
+    **rules(FieldKind.NEVER, "add_generation_prompt", (None, True), NOT_TOKENIZED),
+    **rules(FieldKind.NEVER, "reasoning_effort documents truncate_prompt_tokens truncation_side", why=NOT_TOKENIZED),
+}
+"""The same where a chat goes on by text."""
 
 
 def finish_of(reason: Any, stop_reason: Any) -> Finish | None:

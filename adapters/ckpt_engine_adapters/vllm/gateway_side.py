@@ -6,7 +6,7 @@ import re
 
 from ckpt_engine.gateway.engines import GatewaySide, Load, Mark
 from ckpt_engine.http_client.connections import Answer
-from ckpt_engine_adapters.vllm.chats import Chats
+from ckpt_engine_adapters.vllm.chats import CHAT_TEXT, Chats
 from ckpt_engine_adapters.vllm.completions import Completions
 from ckpt_engine_adapters.vllm.inference import Inference
 
@@ -22,6 +22,7 @@ SIDE = GatewaySide(
     dialects=(Completions, Inference),
     passed=("/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize"),
     rendered=(Chats,),
+    chat_text=CHAT_TEXT,
     mark=Mark("/openapi.json", "/inference/v1"),
     load=Load("/metrics", _count),
 )
