@@ -9,7 +9,7 @@ go on from something else. It also tells how many tokens the caller's text is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from ckpt_engine.gateway.refusals import RefusedError
 from ckpt_engine.gateway.rendering import TextQuestion
 from ckpt_engine.gateway.samples import facts, has_ended, name_versions, says, stamp_versions, was_aborted
 from ckpt_engine.gateway.stitching import LENGTH, WHOLE, Leg
-from ckpt_engine.gateway.upstream import Stream
+from ckpt_engine.gateway.upstream import BrokenError, Stream
 from ckpt_engine.gateway.versions import GatewayVersion, Span, joined, lineages, version_summary
 from ckpt_engine.gateway.writing import Writer
 
@@ -48,14 +48,14 @@ def passed_chat(
     """A chat that is passed on as it came, and goes on by text if it can. why: it does not go by ids."""
     if route != CHAT_ROUTE or body.get("stream") is not True or not wishes.resume:
         return PassedRequest(placing, route, body, wishes, writer, why)
-    resisting = {name: form.resists(body) for name, form in placing.engines.chat_texts.items()}
-    forms = {name: form for name, form in placing.engines.chat_texts.items() if not resisting[name]}
-    if not forms:
-        reasons = "; ".join(dict.fromkeys(resisting.values()))
-        return PassedRequest(
-            placing, route, body, wishes, writer, f"{why}; nor by text ({reasons})" if reasons else why
-        )
-    return ContinuedChat(placing, route, body, wishes, writer, why, forms)
+    kinds = {member.news.engine for member in placing.fleet.members.values()}
+    able = {name: form for name, form in placing.engines.chat_texts.items() if name in kinds}
+    reasons = {name: form.resists(body) for name, form in able.items()}
+    if forms := {name: form for name, form in able.items() if not reasons[name]}:
+        return ContinuedChat(placing, route, body, wishes, writer, why, forms)
+    resistance = "; ".join(dict.fromkeys(reasons.values()))
+    because = f"{why}; nor does it go on by text ({resistance})" if resistance and resistance != why else why
+    return PassedRequest(placing, route, body, wishes, writer, because)
 
 
 class ContinuedChat(PassedRequest):
@@ -86,6 +86,7 @@ class ContinuedChat(PassedRequest):
         self._text = ""  # the content that the caller has
         self._count = 0  # tokens of it, of the legs that have ended
         self._other = ""  # what came beside content
+        self._ended = False  # whether the sample's end has come
         self._head: dict[str, Any] = {}
         self._first_prompt: tuple[list[int], str] | None = None  # the first leg's, in ids and as text
 
@@ -97,11 +98,10 @@ class ContinuedChat(PassedRequest):
 
     async def _relay_events(self, stream: Stream, member: FleetReplica, visit: Visit, leg: Leg) -> None:
         self._engine, leg.offset = member.news.engine, self._count
-        self._legs.append(leg)
-        later, early = len(self._legs) > 1, list[bytes]()  # events without content, held back
+        later, early = bool(self._legs), list[bytes]()  # events without content, held back
         if later:
             self._placing.metrics.resumes.labels(member.name).inc()
-        async for batch in stream.events():
+        async for batch in self._batches(stream):
             events: list[bytes] = []
             for data in map(finite_json, batch):
                 self._remember(data)
@@ -112,8 +112,8 @@ class ContinuedChat(PassedRequest):
                     data = dump(self._of_the_answer(content)) if later and content else data
                 elif was_aborted(choice):
                     if ending := self._before_abort(content, choice, later):
+                        self._bring(leg)
                         events += [*early, ending]
-                        self._started = True
                     await self._tell(events)
                     raise AbortedError
                 else:
@@ -121,19 +121,38 @@ class ContinuedChat(PassedRequest):
                     if later and not says(content) and not has_ended(choice):
                         continue  # the role, once more
                     if has_ended(choice):
+                        self._bring(leg)
                         self._name_versions(content, choice, leg, member)
-                    data = dump(self._of_the_answer(content)) if later or has_ended(choice) else data
+                        self._ended = True
+                    if later or has_ended(choice):
+                        data = dump(self._of_the_answer(content) if later else content)
                 if self._started or choice is None or says(content) or len(early) == MOST_EARLY:
                     visit.begin()
-                    self._pieces += 1
+                    self._bring(leg)
                     events += [*early, data]
-                    early, self._started = [], True
+                    early = []
                 else:
                     early.append(data)
             await self._tell(events)
         self._started = True
         await self._tell(early)
         await self._writer.events([], done=True)
+
+    async def _batches(self, stream: Stream) -> AsyncGenerator[list[bytes], None]:
+        """The events of a leg, also of one that breaks off behind the end of the sample."""
+        try:
+            async for batch in stream.events():
+                yield batch
+        except BrokenError:
+            if not self._ended:
+                raise
+
+    def _bring(self, leg: Leg) -> None:
+        """Notes that a leg brings something for the caller."""
+        self._started = True
+        self._pieces += 1
+        if not self._legs or self._legs[-1] is not leg:
+            self._legs.append(leg)
 
     def _before_abort(self, content: dict[str, Any], choice: dict[str, Any], later: bool) -> bytes | None:
         """The content in the event with which an update interrupts an answer; None: it has none."""
@@ -144,7 +163,6 @@ class ContinuedChat(PassedRequest):
         if not says(content):
             return None
         self._note(choice, later)
-        self._pieces += 1
         return dump(self._of_the_answer(content) if later else content)
 
     def _note(self, choice: Mapping[str, Any], later: bool) -> None:
@@ -168,7 +186,7 @@ class ContinuedChat(PassedRequest):
             counted = {name: usage[name] + more for name, more in sign.items() if isinstance(usage.get(name), int)}
             usage = {name: value for name, value in usage.items() if not name.endswith("_details")} | counted
             content = {**content, "usage": usage}
-        if isinstance(delta := (_choice(content) or {}).get("delta"), dict) and len(self._legs) > 1:
+        if isinstance(delta := (_choice(content) or {}).get("delta"), dict):
             delta.pop("role", None)
         return {**content, **self._head}
 
@@ -182,7 +200,9 @@ class ContinuedChat(PassedRequest):
             labels, count = facts(content, choice, True, {})
             leg.count, leg.labels, leg.outcome = count or 0, labels if believed else None, WHOLE
             spans = self._spans()
-            self._check(spans, leg)
+            for span in spans:
+                if refusal := self._wishes.want.against(span):
+                    raise refusal
             choice["ckpt_engine"] = self._about(spans, count is not None)
         if self._writer.stamps:
             stamp_versions(content)

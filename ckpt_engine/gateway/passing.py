@@ -99,6 +99,8 @@ class PassedRequest:
                     unsuited[member.name], outcome = news, "not_admitted"
                     if self._pieces > before or (error.may_have_begun and not self._wishes.resume):
                         raise error.refusal() from error
+                    if not self._started:
+                        self._forget()
                 except NoRouteError as error:
                     lacking.add(member.name)
                     if placing.fleet.all_in(lacking, want):

@@ -9,7 +9,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ REQUEST_SECONDS = 120
 
 make_model: Callable[..., Any] = partial(make_tiny_qwen3, layers=1, hidden=64, intermediate=64, dtype=torch.float32)
 """A third of the usual tiny model's time for each token: hundreds of streams share two cores with all else."""
-ENGINE_OPTIONS = ("--dtype", "float32", "--max-running", "64")
+ENGINE_OPTIONS = ("--dtype", "float32", "--max-running", "64", "--served-model-name", "tiny")
 
 
 @dataclass
@@ -52,6 +52,7 @@ class Answer:
     seconds: float = 0.0
     bounds: dict[str, Any] = field(default_factory=dict)  # the versions that it asks for
     reason: str = ""  # why the gateway ended it, if it was for its bounds
+    openai: bool = False  # asked with OpenAI's client
 
 
 @dataclass
@@ -68,6 +69,7 @@ class Tally:
     from_zero: int = 0
     not_begun: int = 0
     bounded: int = 0  # whole answers with bounds
+    openai: int = 0  # answers that OpenAI's client has read
     ended: Counter[str] = field(default_factory=Counter)  # answers that their bounds ended, by reason
     longest: float = 0.0
     failures: list[str] = field(default_factory=list)
@@ -125,6 +127,10 @@ def body_of(route: str, prompt: list[int]) -> dict[str, Any]:
     return {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "return_token_ids": True}
 
 
+OPENAI_CALLERS = (1, 7)
+"""Of each sixteen callers on OpenAI's route, those that ask with OpenAI's client: one takes any version, one asks for
+versions. A client of a few lines has the others, since it takes a tenth of the time."""
+
 OF_BOUNDS = ("rolled_back", "version_gone", "version_changed")
 """Reasons with which an answer may end whose caller has asked for versions."""
 
@@ -147,9 +153,19 @@ class Streams:
         self._thread.start()
 
     async def _all(self) -> None:
-        await asyncio.gather(*(self._one(number) for number in range(self._number)))
+        await asyncio.gather(*(self._one(number, self._asking(number)) for number in range(self._number)))
 
-    async def _one(self, number: int) -> None:
+    def _asking(self, number: int) -> Callable[[Answer], Awaitable[None]]:
+        """The client of one caller."""
+        if self._route != "/v1/completions" or number % 16 not in OPENAI_CALLERS:
+            return self._ask
+        import openai  # only this route's tests need it
+
+        address = f"http://{self._host}:{self._port}/v1"
+        client = openai.AsyncOpenAI(base_url=address, api_key="none", max_retries=0, timeout=REQUEST_SECONDS)
+        return partial(self._ask_with_openai, client)
+
+    async def _one(self, number: int, ask: Callable[[Answer], Awaitable[None]]) -> None:
         drawn = random.Random(self._seed * 10_000 + number)
         last, turns = Answer([], [], "", {}), 0
         for asked in itertools.count():
@@ -167,7 +183,7 @@ class Streams:
             self._begun[number] = time.monotonic()
             try:
                 async with asyncio.timeout(REQUEST_SECONDS):
-                    await self._ask(answer)
+                    await ask(answer)
             except AnswerRefusedError as refusal:
                 answer.reason = str(refusal)
             except (OSError, EOFError, AssertionError) as error:
@@ -179,6 +195,41 @@ class Streams:
         """Whether every request that runs now was asked later than that (monotonic seconds)."""
         return all(begun > moment for begun in list(self._begun.values()))
 
+    async def _ask_with_openai(self, client: Any, answer: Answer) -> None:
+        import openai
+
+        answer.openai, last = True, None
+        body = body_of(self._route, answer.prompt)
+        extra = {"return_token_ids": body.pop("return_token_ids")}
+        if answer.bounds:
+            extra["weight_version"] = answer.bounds
+        try:
+            async for last in await client.completions.create(model="tiny", **body, stream=True, extra_body=extra):
+                (choice,) = last.choices
+                answer.told += choice.model_extra["token_ids"]
+                answer.finish = choice.finish_reason or answer.finish
+                answer.said = choice.model_extra.get("ckpt_engine", answer.said)
+        except openai.APIStatusError as error:
+            raise AnswerRefusedError(error.code) from error
+        except openai.APIError as error:
+            if isinstance(error.body, dict):  # an event of the stream
+                self._note_error(answer, error.body)
+            else:
+                answer.error = f"{type(error).__name__}: {error}"
+        except Exception as error:  # of the library below it
+            answer.error = f"{type(error).__name__}: {error}"
+        if last is None and not answer.reason:
+            answer.error = answer.error or "it was cut off"
+
+    @staticmethod
+    def _note_error(answer: Answer, error: Any) -> None:
+        if error.get("reason") in OF_BOUNDS and answer.bounds:
+            answer.reason = error["reason"]
+            (choice,) = error.get("choices") or [{}]
+            answer.said = choice.get("ckpt_engine", {})
+        else:
+            answer.error = str(error)
+
     async def _ask(self, answer: Answer) -> None:
         body = {**body_of(self._route, answer.prompt), "stream": True}
         last: Any = None
@@ -186,13 +237,7 @@ class Streams:
             body["weight_version"] = answer.bounds
         async for event in streamed(self._host, self._port, body, self._route):
             if event != "[DONE]" and "error" in event:
-                error = event["error"]
-                if error.get("reason") in OF_BOUNDS and answer.bounds:
-                    answer.reason = error["reason"]
-                    (choice,) = error.get("choices") or [{}]
-                    answer.said = choice.get("ckpt_engine", {})
-                else:
-                    answer.error = str(error)
+                self._note_error(answer, event["error"])
             elif event != "[DONE]" and "output_ids" in event:
                 answer.told = event["output_ids"]  # SGLang's form has all of them in each event
                 meta = event["meta_info"]
@@ -302,6 +347,7 @@ def count(answers: Sequence[Answer]) -> Tally:
             tally.ended[answer.reason] += 1
             continue
         tally.bounded += bool(answer.bounds)
+        tally.openai += answer.openai and not answer.error
         if answer.error or answer.finish != "length" or len(answer.told) != TOKENS:
             why = answer.error or answer.reason
             tally.failures.append(f"{len(answer.told)} tokens, finish {answer.finish!r}: {why}")
@@ -443,6 +489,7 @@ def play(
             assert not tally.failures, f"{reasons(tally)}\n{gateway.tail()}"
     assert tokens
     assert tally.bounded
+    assert tally.openai or route != "/v1/completions"
     assert bool(taken_back) == rollbacks
     assert tally.from_zero == 0
     assert tally.resumed

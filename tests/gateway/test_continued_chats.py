@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tests.gateway import model_engine
-from tests.gateway.misbehaving import Engine, asking, unmet_answer
+from tests.gateway.misbehaving import Engine, asking, unmet_answer, unmet_event
 from tests.gateway.test_passing import HEADERS, events_of
 from tests.gateway.test_rendered_chats import LETTERS
 
@@ -223,6 +223,44 @@ async def test_all_that_was_asked_for_is_a_whole_answer() -> None:
     found = await ask(TextEngine(lambda _leg: (12, "broken")))
     assert (found["text"], found["finish"], found["usage"]) == (TEXT, "length", USAGE)
     assert found["about"]["legs"] == [{**found["about"]["legs"][0], "first": 0, "count": 12, "ended": "broken"}]
+
+
+async def test_an_end_without_the_streams_end_is_an_end() -> None:
+    """The engine dies behind it: nothing is asked for again."""
+    engine = TextEngine()
+    behave = engine.behave
+
+    async def cut(events: Response) -> AsyncIterator[bytes]:
+        async for event in events.body_iterator:  # type: ignore[attr-defined]
+            yield event
+            if b'"length"' in event:
+                return
+
+    engine.behave = lambda number, body: Engine.streaming(cut(behave(number, body)), HEADERS)  # type: ignore[arg-type]
+    found = await ask(engine)
+    assert (found["text"], found["finish"], found["error"], len(engine.asked)) == (TEXT, "length", None, 1)
+
+
+async def test_a_chat_that_a_gate_ended_before_its_first_word_begins_again() -> None:
+    """With the role and the id of the leg that its caller gets."""
+
+    async def role_alone() -> AsyncIterator[bytes]:
+        yield _event(7, {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
+        yield unmet_event("version_changed")
+
+    one, other = TextEngine(), TextEngine()
+    for engine in (one, other):
+        behave = engine.behave
+
+        def first(number: int, body: dict[str, Any], behave: Any = behave) -> AsyncIterator[bytes] | Response:
+            if len(one.asked) + len(other.asked) == 1:
+                return Engine.streaming(role_alone(), HEADERS)
+            answer: AsyncIterator[bytes] | Response = behave(number, body)
+            return answer
+
+        engine.behave = first
+    found = await ask(one, other)
+    assert (found["text"], found["about"]["resumes"], found["error"]) == (TEXT, 0, None)
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -9,12 +9,14 @@ from ckpt_engine_adapters.sglang.generate import Generate
 
 
 def _count(answer: Answer) -> int | None:
-    return sum(int(each["num_reqs"]) for each in answer.json()) if answer.status == 200 else None
+    if answer.status != 200:
+        return None
+    return sum(int(each["num_running_reqs"]) + int(each["num_waiting_reqs"]) for each in answer.json()["loads"])
 
 
 SIDE = GatewaySide(
     dialects=(Generate,),
     passed=("/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize"),
     chat_text=CHAT_TEXT,
-    load=Load("/get_load", _count),
+    load=Load("/v1/loads?include=core", _count),
 )
