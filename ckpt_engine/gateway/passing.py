@@ -97,9 +97,12 @@ class PassedRequest:
                     unsuited[member.name], outcome = error.news, "not_admitted"
                 except UnmetError as error:
                     unsuited[member.name], outcome = news, "not_admitted"
-                    if self._pieces > before or (error.may_have_begun and not self._wishes.resume):
+                    elsewhere = self._pieces > before and not self._impediment() and placing.has_other(want, unsuited)
+                    if (self._pieces > before and not elsewhere) or (error.may_have_begun and not self._wishes.resume):
                         raise error.refusal() from error
-                    if not self._started:
+                    if elsewhere:
+                        outcome, cause = ABORTED, f"{member.name} ended it ({error})"
+                    elif not self._started:
                         self._forget()
                 except NoRouteError as error:
                     lacking.add(member.name)

@@ -277,6 +277,38 @@ async def test_a_chat_of_which_nothing_was_sent_begins_again(how: str, stream: b
     assert (refused.status_code, refused.json()["reason"]) == (502, "resume_off")
 
 
+async def test_a_chat_that_a_gate_ends_goes_on_at_another_replica_of_that_version() -> None:
+    async def ends(events: Response) -> AsyncIterator[bytes]:
+        count = 0
+        async for event in events.body_iterator:  # type: ignore[attr-defined]
+            if count == 5:  # the role and four letters
+                break
+            count += 1
+            yield event
+        yield unmet_event("version_changed")
+
+    one, other = TextEngine(), TextEngine()
+    for engine in (one, other):
+        behave = engine.behave
+
+        def first(number: int, body: dict[str, Any], behave: Any = behave) -> AsyncIterator[bytes] | Response:
+            answer: AsyncIterator[bytes] | Response = behave(number, body)
+            return answer if len(body["messages"]) > 1 else Engine.streaming(ends(answer), HEADERS)  # type: ignore[arg-type]
+
+        engine.behave = first
+    async with asking(one, other, probe=60.0) as client:
+        headers = {"x-ckpt-engine-version": "4"}
+        found = joined(await client.post("/v1/chat/completions", json={**CHAT, **STREAM}, headers=headers))
+    assert (found["text"], found["error"], found["about"]["resumed_by"]) == (TEXT, None, "text")
+    assert (len(one.asked), len(other.asked)) == (1, 1)
+    async with asking(alone := TextEngine()) as client:
+        behave = alone.behave
+        alone.behave = lambda number, body: Engine.streaming(ends(behave(number, body)), HEADERS)  # type: ignore[arg-type]
+        headers = {"x-ckpt-engine-version": "4"}
+        found = joined(await client.post("/v1/chat/completions", json={**CHAT, **STREAM}, headers=headers))
+    assert (found["text"], found["error"]["reason"]) == (TEXT[:4], "version_changed")
+
+
 async def test_a_leg_that_a_gate_refuses_goes_elsewhere() -> None:
     """The first leg came from a replica that has gone over to another version since."""
     engines: list[TextEngine] = []
