@@ -63,6 +63,7 @@ def play(model: nn.Module, config: Any, folder: Path) -> dict[str, Any]:
         arguments.enable_memory_saver, arguments.enable_weights_cpu_backup = saver, backup
         slot.clean(1, identity)
         found[f"saver {saver}, backup {backup}"] = released_and_resumed(runner, state)
+    found["pictures"] = pictures(model, loader._attached.worker)
     slot.clean(1, identity)
     loader.load(nn.Linear(1, 1), order("discard"))
     found["after an order for another model"] = state()
@@ -79,6 +80,25 @@ def order(action: str) -> Any:
     from ckpt_engine_adapters.sglang.instruction import Action, Instruction, encode
 
     return encode(Instruction(Action(action)))
+
+
+def pictures(model: nn.Module, worker: Any) -> dict[str, list[int]]:
+    """How many pictures SGLang's own cache of them holds, before an order to install and when the worker gets it."""
+    from sglang.srt.managers import mm_schedule
+    from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult
+
+    from ckpt_engine_adapters.sglang.loader import load
+
+    mm_schedule.init_mm_embedding_cache(1 << 20)
+    cache = mm_schedule.embedding_cache
+    assert cache is not None
+    for number in range(3):
+        cache.set(number, EmbeddingResult(embedding=torch.zeros(4, 8)))
+    held, install = [len(cache)], worker.install
+    worker.install = lambda epoch: held.append(len(cache))
+    load(model, order("install"))
+    worker.install = install
+    return {"held": held, "bytes": [cache.current_size]}
 
 
 def nonsense(model: nn.Module) -> str:

@@ -214,6 +214,11 @@ def test_the_loader_never_raises(stories: dict[str, Any]) -> None:
     assert stories[SCHEDULER]["scheduler"]["nonsense"] == ""
 
 
+def test_pictures_of_an_older_tower_are_forgotten(stories: dict[str, Any]) -> None:
+    """SGLang keeps them by what they show alone, also when it flushes its caches."""
+    assert stories[SCHEDULER]["scheduler"]["pictures"] == {"held": [3, 0], "bytes": [0]}
+
+
 def test_memory_that_is_lost_makes_the_worker_say_so_before(stories: dict[str, Any]) -> None:
     """And a tag that is released, or resumed, twice is so once: SGLang would end with a KeyError."""
     told = stories[SCHEDULER]["scheduler"]

@@ -29,6 +29,7 @@ from ckpt_engine_adapters.sglang.instruction import Action, decode
 from ckpt_engine_adapters.sglang.ranks import worker_rank
 from ckpt_engine_adapters.sglang.refusals import refusals
 from ckpt_engine_adapters.sglang.target import SglangTarget
+from ckpt_engine_adapters.sglang.versions import forget_pictures
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class _Attached:
         if self._cuda:
             torch.cuda.synchronize()  # a scheduler that is paused in place may have a step in flight
         self._attributes.put_back()
+        forget_pictures()
         self.worker.install(epoch)
 
     def discard(self) -> None:

@@ -183,6 +183,9 @@ class SglangTarget:
     def elsewhere(self, name: str) -> str | None:
         return self._elsewhere.why(name)
 
+    def absent(self, name: str) -> str | None:
+        return self._elsewhere.absent(name)
+
     def staged(self) -> Collection[str]:
         return {full_name(prefix, name) for prefix, form in self._forms.items() for name in form}
 
