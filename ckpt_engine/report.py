@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
+from ckpt_engine.core.absent import absent_in_all
 from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.message_json import as_dict
 from ckpt_engine.core.names import NAMES_SHOWN, some
@@ -43,6 +44,21 @@ class CopiedTensors:
         names = ", ".join([*self.names[:NAMES_SHOWN], *["..."] * (self.tensors > NAMES_SHOWN)])
         size = human_bytes(self.nbytes)
         return f"copied by {copier}: {self.tensors} tensors, {size} ({names}); each {self.reason}"
+
+
+@dataclass(frozen=True)
+class AbsentTensors:
+    """Tensors of the version that no worker of a replica takes, since all its models were made without their module."""
+
+    prefix: str  # how their names begin; no other tensor's name does. The whole name, if it is one tensor
+    tensors: int
+    nbytes: int
+    reason: str  # the end of a sentence that begins with the model: "was made without its vision tower"
+
+    def __str__(self) -> str:
+        names = f"{self.prefix}*" if self.prefix.endswith(".") else self.prefix
+        count = "1 tensor" if self.tensors == 1 else f"{self.tensors} tensors"
+        return f"takes nothing of {names} ({count}, {human_bytes(self.nbytes)}): its model {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -108,6 +124,12 @@ class ReplicaReport:
     def early_seconds(self) -> float:
         """Seconds that the slowest worker took to bring and verify those, while the engine generated."""
         return max((worker.early_seconds for worker in self.message.workers), default=0.0)
+
+    @property
+    def absent(self) -> tuple[AbsentTensors, ...]:
+        """What no worker of it takes of the version, since its model has no module for that."""
+        rows = absent_in_all([worker.absent for worker in self.message.workers])
+        return tuple(AbsentTensors(row.prefix, row.tensors, row.bytes, row.reason) for row in rows)
 
     @property
     def pause_seconds(self) -> float:
@@ -479,8 +501,9 @@ def _table(report: UpdateReport) -> str:
         for each in report.replicas
         if each.early_nbytes
     ]
+    absent = [f"{each.name}: {row}" for each in report.replicas for row in each.absent]
     table = _columns([titles, *rows]) if rows or not report.held else []
-    return "\n".join([head, *table, *problems, *warnings, *relays, *early, *filter(None, collective), *copied])
+    return "\n".join([head, *table, *problems, *warnings, *relays, *early, *absent, *filter(None, collective), *copied])
 
 
 def stage_seconds(stages: Sequence[manager_pb2.StageSeconds]) -> dict[str, float]:

@@ -22,7 +22,11 @@ SECTIONS = (
     ("Trainer", "trainer/trainer.py", ("Trainer",)),
     ("Client", "client.py", ("Client", "AsyncClient")),
     ("Options", "options.py", ("UpdateOptions", "RollbackOptions", "PauseMode", "Prefetch", "Until", "Progress")),
-    ("Reports", "report.py", ("UpdateReport", "ReplicaReport", "RelayReport", "TransportUse", "CopiedTensors")),
+    (
+        "Reports",
+        "report.py",
+        ("UpdateReport", "ReplicaReport", "RelayReport", "TransportUse", "AbsentTensors", "CopiedTensors"),
+    ),
     ("Reading a version", "reading/reader.py", ("Reader",)),
     ("Reading a version into files", "reading/pulling.py", ("pull",)),
     ("Deadlines", "core/deadlines.py", ("Deadlines",)),

@@ -24,7 +24,7 @@ from ckpt_engine.core.message_json import as_json
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.machines.ledger_tasks import OperatorHold
 from ckpt_engine.machines.manager.status import replica_state
-from ckpt_engine.report import gpu_uuid, human_bytes
+from ckpt_engine.report import ReplicaReport, gpu_uuid, human_bytes
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 WATCH_SECONDS = 0.5
@@ -151,6 +151,8 @@ def _troubles(answer: manager_pb2.GetStatusResponse) -> list[Text]:
             lines.append(Text(f"{replica.name}: {replica.label_problem}", style="yellow"))
         if replica.engine_check:
             lines.append(Text(f"{replica.name}: {replica.engine_check}", style="yellow"))
+        absent = ReplicaReport(replica.last_outcome).absent
+        lines += [Text(f"{replica.name}: {row}", style="dim") for row in absent]
         if replica.stage_memory:
             lines.append(Text(f"{replica.name}: stage memory: {replica.stage_memory}", style="dim"))
         for each in replica.unopened:

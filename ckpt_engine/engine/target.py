@@ -97,7 +97,13 @@ class LoadTarget(Protocol):
 
     def elsewhere(self, name: str) -> str | None:
         """Why another worker of this engine loads the checkpoint tensor `name` instead of this one ("another pipeline
-        stage"); None: unknown. The manager refuses an update with a tensor that no worker of an engine needs."""
+        stage"); None: unknown. The manager refuses an update with a tensor that no worker of an engine needs, unless
+        it is absent in all of them."""
+        ...
+
+    def absent(self, name: str) -> str | None:
+        """Why this worker's model has no module for the checkpoint tensor `name`: the end of a sentence that begins
+        with the model ("was made without its vision tower"). None: it has one, or another worker is to load it."""
         ...
 
     def staged(self) -> Collection[str]:
@@ -139,6 +145,7 @@ class ModuleTarget:
         constant: Mapping[str, str] | None = None,
         ignored: Mapping[str, str] | Callable[[str], str | None] | None = None,
         elsewhere: Callable[[str], str | None] | None = None,
+        absent: Callable[[str], str | None] | None = None,
         post_load: Callable[[], object] | None = None,
     ) -> None:
         """load_weights: default `model.load_weights`. Mappings are from name to reason, as in LoadTarget."""
@@ -147,6 +154,7 @@ class ModuleTarget:
         self._derived = dict(derived or {})
         self._constant = dict(constant or {})
         self._elsewhere = elsewhere
+        self._absent = absent
         self._ignored = ignored if callable(ignored) else dict(ignored or {}).get
         self._post_load = post_load
 
@@ -198,6 +206,9 @@ class ModuleTarget:
 
     def elsewhere(self, name: str) -> str | None:
         return None if self._elsewhere is None else self._elsewhere(name)
+
+    def absent(self, name: str) -> str | None:
+        return None if self._absent is None else self._absent(name)
 
     def staged(self) -> Collection[str]:
         return ()

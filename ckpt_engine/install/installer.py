@@ -326,6 +326,7 @@ class _InstallRun:
         more = len(self._by_loader) - _MOST_NAMES
         report.by_loader.extend([*self._by_loader[:_MOST_NAMES], *([f"and {more} more"] if more > 0 else [])])
         report.quantised.extend(_quantised(self._target.quantised()))
+        report.absent.extend(recording.absent)
         report.verified_as_loaded = len(self._as_loaded)
         report.verified = len(self._verified - self._as_loaded)
         report.tensors = len({need.tensor for need in recording.needs})

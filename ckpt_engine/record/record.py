@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ckpt_engine.core.absent import absent_rows
 from ckpt_engine.core.boxes import Box, remainder, whole
 from ckpt_engine.core.kept import kept_dtypes
 from ckpt_engine.core.manifest import blob_digest, canonical
@@ -73,6 +74,7 @@ class _RecordRun:
     accounted: list[weights_pb2.Accounted]
     fills: list[Fill]
     elsewhere: list[int]  # indices of tensors that other workers load
+    absent: dict[int, str]  # why the model has no module for tensors, by their index
 
 
 def _run(manifest: weights_pb2.Manifest, target: LoadTarget, stop_at: float) -> _RecordRun:
@@ -82,10 +84,10 @@ def _run(manifest: weights_pb2.Manifest, target: LoadTarget, stop_at: float) -> 
         recorder = Recorder(manifest, owners, stop_at, answer)
         try:
             _load(recorder, owners, target)
-            elsewhere = _check_used(recorder, target, manifest)
+            elsewhere, absent = _check_used(recorder, target, manifest)
             names = [spec.name for spec in manifest.tensors]
             accounted, fills = account(owners, target.derived(), target.constant(), names)
-            return _RecordRun(recorder, owners, accounted, fills, elsewhere)
+            return _RecordRun(recorder, owners, accounted, fills, elsewhere, absent)
         except CkptEngineError:
             if answer or not recorder.decided:
                 raise
@@ -159,7 +161,9 @@ def _recording(manifest: weights_pb2.Manifest, digest: bytes, run: _RecordRun, f
     for row in run.accounted:
         if row.name in why:
             row.note = f"by the engine's own loader, from whole tensors: {why[row.name]}"
-    message = weights_pb2.WorkerNeeds(manifest_digest=digest, accounted=run.accounted, elsewhere=run.elsewhere)
+    message = weights_pb2.WorkerNeeds(
+        manifest_digest=digest, accounted=run.accounted, elsewhere=run.elsewhere, absent=run.absent
+    )
     for each in needs:
         message.needs.add(tensor=each.tensor, start=each.box.start, stop=each.box.stop)
     needs_bytes = canonical(message)
@@ -170,6 +174,7 @@ def _recording(manifest: weights_pb2.Manifest, digest: bytes, run: _RecordRun, f
         copies=tuple(copies),
         fills=fills,
         handovers=tuple(found),
+        absent=absent_rows(manifest, run.absent),
         layouts=layouts,
         needs_bytes=needs_bytes,
         needs_digest=blob_digest(needs_bytes),
@@ -217,11 +222,21 @@ def _other_dtypes(casts: Sequence[tuple[str, str, str]]) -> CkptEngineError:
     return refusal
 
 
-def _check_used(recorder: Recorder, target: LoadTarget, manifest: weights_pb2.Manifest) -> list[int]:
-    """The tensors that other workers of this engine load. Raises INVALID_ARGUMENT for those that no worker takes."""
-    unused = {index for index in range(len(manifest.tensors)) if index not in recorder.used}
-    elsewhere = {index for index in unused if target.elsewhere(manifest.tensors[index].name) is not None}
-    unknown = [manifest.tensors[index].name for index in sorted(unused - elsewhere)]
+def _check_used(
+    recorder: Recorder, target: LoadTarget, manifest: weights_pb2.Manifest
+) -> tuple[list[int], dict[int, str]]:
+    """The tensors that other workers of this engine load, and why the model has no module for others. Raises
+    INVALID_ARGUMENT for those that no worker takes."""
+    unused = [index for index in range(len(manifest.tensors)) if index not in recorder.used]
+    absent, elsewhere, unknown = dict[int, str](), [], []
+    for index in unused:
+        name = manifest.tensors[index].name
+        if (why := target.absent(name)) is not None:
+            absent[index] = why
+        elif target.elsewhere(name) is not None:
+            elsewhere.append(index)
+        else:
+            unknown.append(name)
     unknown = [name for name in unknown if target.ignored(name) is None]
     if unknown:
         more = f" and {len(unknown) - 16} more" if len(unknown) > 16 else ""
@@ -229,4 +244,4 @@ def _check_used(recorder: Recorder, target: LoadTarget, manifest: weights_pb2.Ma
             f"the model takes no tensor {', '.join(unknown[:16])}{more}; publish the names of this model's checkpoint",
             tensors=unknown[:16],
         )
-    return sorted(elsewhere)
+    return elsewhere, absent

@@ -11,7 +11,7 @@ import torch
 
 from ckpt_engine.core.boxes import Box
 from ckpt_engine.torch_dtypes import torch_dtype
-from ckpt_engine.v1 import weights_pb2
+from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,7 @@ class Recording:
     copies: tuple[Copy, ...]
     fills: tuple[Fill, ...]
     handovers: tuple[Handover, ...]
+    absent: tuple[manager_pb2.AbsentTensors, ...]  # what the model was made without
     layouts: dict[str, TensorLayout]  # of the model's tensors that are written to, and those of each `handover_name`
     needs_bytes: bytes  # the serialised WorkerNeeds that the plan is made for
     needs_digest: bytes  # names it in plans

@@ -722,7 +722,7 @@ class EdgeReport(_message.Message):
     def __init__(self, source_rank: _Optional[int] = ..., worker_rank: _Optional[int] = ..., transport: _Optional[str] = ..., reason: _Optional[str] = ..., bytes: _Optional[int] = ..., source: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("rank", "bytes", "tensors", "verified", "verified_as_loaded", "copies", "transfer_seconds", "install_seconds", "verify_seconds", "problem", "by_loader", "span", "early_bytes", "early_seconds", "quantised")
+    __slots__ = ("rank", "bytes", "tensors", "verified", "verified_as_loaded", "copies", "transfer_seconds", "install_seconds", "verify_seconds", "problem", "by_loader", "span", "early_bytes", "early_seconds", "quantised", "absent")
     RANK_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -738,6 +738,7 @@ class WorkerReport(_message.Message):
     EARLY_BYTES_FIELD_NUMBER: _ClassVar[int]
     EARLY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     QUANTISED_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_FIELD_NUMBER: _ClassVar[int]
     rank: int
     bytes: int
     tensors: int
@@ -753,7 +754,20 @@ class WorkerReport(_message.Message):
     early_bytes: int
     early_seconds: float
     quantised: _containers.RepeatedCompositeFieldContainer[QuantisedLayers]
-    def __init__(self, rank: _Optional[int] = ..., bytes: _Optional[int] = ..., tensors: _Optional[int] = ..., verified: _Optional[int] = ..., verified_as_loaded: _Optional[int] = ..., copies: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., install_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., by_loader: _Optional[_Iterable[str]] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., early_bytes: _Optional[int] = ..., early_seconds: _Optional[float] = ..., quantised: _Optional[_Iterable[_Union[QuantisedLayers, _Mapping]]] = ...) -> None: ...
+    absent: _containers.RepeatedCompositeFieldContainer[AbsentTensors]
+    def __init__(self, rank: _Optional[int] = ..., bytes: _Optional[int] = ..., tensors: _Optional[int] = ..., verified: _Optional[int] = ..., verified_as_loaded: _Optional[int] = ..., copies: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., install_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., by_loader: _Optional[_Iterable[str]] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., early_bytes: _Optional[int] = ..., early_seconds: _Optional[float] = ..., quantised: _Optional[_Iterable[_Union[QuantisedLayers, _Mapping]]] = ..., absent: _Optional[_Iterable[_Union[AbsentTensors, _Mapping]]] = ...) -> None: ...
+
+class AbsentTensors(_message.Message):
+    __slots__ = ("prefix", "tensors", "bytes", "reason")
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    prefix: str
+    tensors: int
+    bytes: int
+    reason: str
+    def __init__(self, prefix: _Optional[str] = ..., tensors: _Optional[int] = ..., bytes: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class QuantisedLayers(_message.Message):
     __slots__ = ("published", "method", "layers", "names")

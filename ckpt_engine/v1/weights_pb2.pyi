@@ -348,16 +348,18 @@ class Accounted(_message.Message):
     def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[Accounted.Kind, str]] = ..., bytes: _Optional[int] = ..., note: _Optional[str] = ...) -> None: ...
 
 class WorkerNeeds(_message.Message):
-    __slots__ = ("manifest_digest", "needs", "accounted", "elsewhere")
+    __slots__ = ("manifest_digest", "needs", "accounted", "elsewhere", "absent")
     MANIFEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
     NEEDS_FIELD_NUMBER: _ClassVar[int]
     ACCOUNTED_FIELD_NUMBER: _ClassVar[int]
     ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_FIELD_NUMBER: _ClassVar[int]
     manifest_digest: bytes
     needs: _containers.RepeatedCompositeFieldContainer[Need]
     accounted: _containers.RepeatedCompositeFieldContainer[Accounted]
     elsewhere: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, manifest_digest: _Optional[bytes] = ..., needs: _Optional[_Iterable[_Union[Need, _Mapping]]] = ..., accounted: _Optional[_Iterable[_Union[Accounted, _Mapping]]] = ..., elsewhere: _Optional[_Iterable[int]] = ...) -> None: ...
+    absent: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, manifest_digest: _Optional[bytes] = ..., needs: _Optional[_Iterable[_Union[Need, _Mapping]]] = ..., accounted: _Optional[_Iterable[_Union[Accounted, _Mapping]]] = ..., elsewhere: _Optional[_Iterable[int]] = ..., absent: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Piece(_message.Message):
     __slots__ = ("need", "source", "region", "offset", "start", "stop", "stride", "stored_dtype")

@@ -12,6 +12,10 @@ class Missing(nn.Module):
     """Stands for a layer of another stage."""
 
 
+class Tower(nn.Module):
+    """Stands for a module that the model was made without."""
+
+
 class Experts(nn.Module):
     def _map_global_expert_id_to_local_expert_id(self, expert: int) -> int:
         return (-1, -1, 0, 1)[expert]
@@ -51,3 +55,20 @@ def test_a_checkpoint_name_tells_which_worker_loads_it(name: str, why: str | Non
 
 def test_a_model_that_is_whole_leaves_nothing_to_others() -> None:
     assert Elsewhere(nn.Sequential(nn.Linear(1, 1)), "mapper", (Missing,)).why("0.weight") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("language.tower.weight", "was made without its vision tower"),
+        ("model.tower.weight", "was made without its vision tower"),
+        ("model.towers.weight", None),
+        ("model.there.weight", None),
+    ],
+)
+def test_what_the_model_was_made_without_is_absent_and_not_elsewhere(name: str, why: str | None) -> None:
+    model = Model()
+    model.model["tower"] = Tower()
+    left = Elsewhere(model, "mapper", (Missing,), lambda each: "vision tower" if isinstance(each, Tower) else None)
+    assert left.absent(name) == why
+    assert left.why(name) == ("another pipeline stage" if "there" in name else None)

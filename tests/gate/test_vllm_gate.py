@@ -245,6 +245,12 @@ def test_a_server_that_would_answer_beside_the_gate_is_refused(
     check_options(options_of(["serve", "--port", "1"]), {"VLLM_USE_RUST_FRONTEND": "0"})
 
 
+def test_a_store_of_what_encoders_made_is_refused() -> None:
+    command = ["serve", "--ec-transfer-config", '{"ec_connector": "ECExampleConnector", "ec_role": "ec_both"}']
+    with pytest.raises(ValueError, match=r"--ec-transfer-config [^;]*an older version made of them; leave it out"):
+        check_options(options_of(command), {})
+
+
 def test_a_variable_in_front_of_the_command_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     serves = ("vllm", "serve", "model")
     with pytest.raises(ValueError, match="VLLM_USE_RUST_FRONTEND=1 cannot be used"):

@@ -194,6 +194,20 @@ def test_what_other_workers_load_is_named_with_the_needs() -> None:
     assert list(refused(stage("a", "b"), manifest(**shapes, c=(1,))).tensors) == ["c"]
 
 
+def test_what_the_model_was_made_without_is_named_apart() -> None:
+    def load_one(model: Plain, name: str, weight: Tensor) -> None:
+        if hasattr(model, name):
+            getattr(model, name).data.copy_(weight)
+
+    model = Plain(load_one, a=torch.zeros(2))
+    target = ModuleTarget(model, absent=lambda name: "was made without it" if name.startswith("tower.") else None)
+    recording = record(manifest(**{"a": (2,), "tower.x": (3,), "tower.y": (4,)}), target)
+    described = weights_pb2.WorkerNeeds.FromString(recording.needs_bytes)
+    assert (list(needs(recording)), list(described.absent), list(described.elsewhere)) == (["a"], [1, 2], [])
+    (row,) = recording.absent
+    assert (row.prefix, row.tensors, row.reason) == ("tower.", 2, "was made without it")
+
+
 def test_exceptions_of_the_loader_name_the_tensor() -> None:
     model = TensorParallel()
     described = manifest_for(model)

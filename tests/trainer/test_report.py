@@ -2,6 +2,7 @@
 
 import json
 
+from ckpt_engine.commands import status as status_command
 from ckpt_engine.core.message_json import read_json
 from ckpt_engine.report import UpdateReport, human_bytes
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -82,6 +83,23 @@ def test_as_json_it_is_the_message_and_holds_everything() -> None:
     held = json.loads(text)
     assert {each["transport"] for each in held["replicas"][0]["edges"]} == {"shared_memory", "file"}
     assert [each["stage"] for each in held["stages"]] == ["STAGE_PLAN", "STAGE_TRANSFER"]
+
+
+def test_what_no_worker_of_a_replica_takes_is_said_by_report_and_status() -> None:
+    message = report().message
+    first, second = message.replicas[0].workers
+    reason = "was made without its vision tower"
+    first.absent.add(prefix="visual.", tensors=3, bytes=2_000, reason=reason)
+    second.absent.add(prefix="audio", tensors=1, bytes=20, reason=reason)
+    assert UpdateReport(message).replicas[1].absent == ()
+    second.absent.extend(first.absent)
+    words = f"takes nothing of visual.* (3 tensors, 2.0 kB): its model {reason}"
+    (row,) = UpdateReport(message).replicas[1].absent
+    assert (row.prefix, row.tensors, row.nbytes, str(row)) == ("visual.", 3, 2_000, words)
+    assert f"b: {words}" in UpdateReport(message).details.splitlines()
+    status = manager_pb2.GetStatusResponse()
+    status.replicas.add(name="b", last_outcome=message.replicas[0])
+    assert [str(line) for line in status_command._troubles(status)] == [f"b: {words}"]
 
 
 def test_bytes_for_people() -> None:

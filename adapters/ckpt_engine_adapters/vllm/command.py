@@ -13,7 +13,14 @@ WORKERS_VARIABLE = "CKPT_ENGINE_VLLM_WORKERS"
 """How many workers the whole server has. The worker of a dense model under data parallelism cannot know it: vLLM tells
 each of its engine cores that it is alone."""
 
-REFUSED = {"--grpc": ((), BYPASS), "--grpc-port": ((), BYPASS)}
+REFUSED = {
+    "--grpc": ((), BYPASS),
+    "--grpc-port": ((), BYPASS),
+    "--ec-transfer-config": (
+        (),
+        "pictures would be answered from what another server or an older version made of them",
+    ),
+}
 REFUSED_ENVIRONMENT = {"VLLM_USE_RUST_FRONTEND": BYPASS}
 
 _ALIASES = {

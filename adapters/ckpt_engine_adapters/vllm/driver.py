@@ -69,6 +69,7 @@ CAPABILITIES = Capabilities(
         "keep recomputes the caches of running requests with the new weights; in_place keeps the old ones, for running "
         "requests only.",
         "sleep ends the requests that are inside, and needs --enable-sleep-mode; on a CPU it frees nothing.",
+        "A vision model that serves text only takes nothing of its tower, and the report says so.",
         "What a kernel repacks or the engine quantises is verified as handed to its loader.",
     ),
     cannot=(
@@ -76,6 +77,7 @@ CAPABILITIES = Capabilities(
         "Loaders that replace parameters instead of writing to them are refused.",
         "Quantised layers that several GPUs share are refused (tensor parallelism; experts under data parallelism).",
         "Experts on a CPU are installed and verified, but vLLM's own kernel there dies of the first request.",
+        "Encoder servers, and stores of what encoders made of pictures (--ec-transfer-config), are refused.",
         "in_place is refused with a connector (--kv-transfer-config) not known to look blocks up by their salt.",
     ),
 )

@@ -46,6 +46,7 @@ from ckpt_engine.engine.elsewhere import Elsewhere
 from ckpt_engine.engine.kernel_tensors import KernelTensors, address, parts
 from ckpt_engine.engine.stray_tensors import stray_tensors_kept
 from ckpt_engine.engine.target import Quantised, StagedLayer, Weights
+from ckpt_engine_adapters.vllm.input_norms import input_norms
 from ckpt_engine_adapters.vllm.quantised import may_hold_tensors, quantised_layers, without_own_reload
 from ckpt_engine_adapters.vllm.residency import UNCHANGED_ON_CUDA, derives, is_processed
 from ckpt_engine_adapters.vllm.versions import is_deferred_attention_layer
@@ -62,7 +63,7 @@ class VllmTarget:
         workers share layers, if they do ("tensor parallelism of 2"); it refuses updates of quantised layers on GPUs."""
         self._model = model
         self._draft = draft
-        self._elsewhere = Elsewhere(model, "hf_to_vllm_mapper", (PPMissingLayer, StageMissingLayer))
+        self._elsewhere = Elsewhere(model, "hf_to_vllm_mapper", (PPMissingLayer,), _left_out)
         self._model_config = model_config
         self._layers: dict[str, nn.Module] = {
             prefix: layer for prefix, layer in model.named_modules() if get_layer_tensors(layer)
@@ -83,6 +84,7 @@ class VllmTarget:
         self._derived: dict[str, str] = {}
         for prefix, name in self._made_of_weights:
             self._follow(self._layers[prefix], name, full_name(prefix, name))
+        self._input_norms = set(input_norms(model))
         for prefix, layer in self._layers.items():
             if layer in self._deriving:
                 loaded = layerwise.get_layerwise_info(layer).restore_metadata[0]
@@ -168,6 +170,9 @@ class VllmTarget:
                 names |= {name for name in get_layer_tensors(layer) if name.endswith("_scale")}
             for name in names:
                 reasons[full_name(prefix, name)] = "a buffer that no checkpoint holds"
+            if layer in self._input_norms:
+                for name in layer._buffers:
+                    reasons[full_name(prefix, name)] = "computed from the processor's configuration"
         return reasons
 
     def ignored(self, name: str) -> str | None:
@@ -180,6 +185,9 @@ class VllmTarget:
 
     def elsewhere(self, name: str) -> str | None:
         return self._elsewhere.why(name)
+
+    def absent(self, name: str) -> str | None:
+        return self._elsewhere.absent(name)
 
     def staged(self) -> Collection[str]:
         """The names in the form of the loader and in that of the kernels: a method may leave out, add and rename
@@ -265,6 +273,12 @@ class VllmTarget:
             for attention in self._deriving:
                 process: Any = attention.process_weights_after_loading
                 process(self._model_config.dtype)
+
+
+def _left_out(module: nn.Module) -> str | None:
+    """The module that a worker's model was made without and that `module` stands for ("vision tower"), if it does:
+    vLLM leaves towers out of a server that sees no pictures, and also out of later pipeline stages."""
+    return module.stage_name.replace("_", " ") if isinstance(module, StageMissingLayer) else None
 
 
 def _buffers_of_weights(layers: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]]:

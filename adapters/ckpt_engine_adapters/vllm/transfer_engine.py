@@ -31,6 +31,7 @@ from ckpt_engine.engine.attributes import Attributes
 from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine.install.worker import EngineWorker
 from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE
+from ckpt_engine_adapters.vllm.input_norms import reset_input_norms
 from ckpt_engine_adapters.vllm.quantised import reset_made_up_scales
 from ckpt_engine_adapters.vllm.sleeping import guard_sleep
 from ckpt_engine_adapters.vllm.target import VllmTarget
@@ -111,6 +112,8 @@ class CkptEngineWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         workers = int(os.environ.get(WORKERS_VARIABLE, parallel.world_size_across_dp))
         if vllm_config.load_config.load_format == "dummy":
             reset_made_up_scales(model)
+            with set_current_vllm_config(vllm_config):
+                reset_input_norms(model, vllm_config.model_config)
         target = VllmTarget(model, vllm_config.model_config, _draft_model(vllm_config), _shared(vllm_config))
         self._worker = EngineWorker(directory, rank, workers, target, model=_facts(vllm_config, model, device, workers))
         given_up = device.type if device.type != "cpu" else "none"

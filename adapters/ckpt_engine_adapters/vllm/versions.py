@@ -10,6 +10,16 @@ from typing import Any
 from torch import nn
 from vllm.model_executor.layers import attention
 
+try:
+    from vllm.model_executor.layers.fusion import mm_input_norm
+except ImportError:
+    mm_input_norm = None
+
+FusedMMInputNorm: Any = getattr(mm_input_norm, "FusedMMInputNorm", ())
+build_mm_input_norm: Any = getattr(mm_input_norm, "build_mm_input_norm", None)
+"""The layer with which a vision model normalises pixels on its device, and what makes it of the processor's
+configuration; (), None: this vLLM has no such layer."""
+
 _KNOWS: Any = getattr(attention, "is_deferred_attention_layer", None)
 _DEFERRED = (attention.Attention, attention.MLAAttention, attention.MMEncoderAttention)
 
