@@ -29,6 +29,7 @@ COMMANDS = {
     "gateway": "Run one address for generation over all replicas.",
     "prime-rl": "Answer prime-rl's orchestrator for all replicas.",
     "update": "Bring all replicas to the weights of a checkpoint.",
+    "deploy": "Show deployments in waves, and decide them.",
     "rollback": "Bring replicas back to a version that is still held.",
     "replica": "List replicas, or do something about one.",
     "version": "List the versions that can be read or gone back to.",
@@ -43,6 +44,13 @@ COMMANDS = {
 }
 
 OPERATIONS = {
+    "deploy": {
+        "status": "Show deployments: their waves, and what each waits for.",
+        "approve": "Let the next wave begin.",
+        "pause": "Have no wave begin.",
+        "resume": "End a pause.",
+        "undo": "Bring its replicas back.",
+    },
     "replica": {
         "list": "Show each replica: what it serves and is to serve.",
         "retry": "Bring a quarantined replica to the latest version now.",
@@ -59,7 +67,7 @@ OPERATIONS = {
         "forget": "Forget a lineage that nothing uses.",
     },
 }
-"""Commands about replicas, versions and lineages."""
+"""Commands about deployments, replicas, versions and lineages."""
 
 GLOBAL = {
     "--manager": True,

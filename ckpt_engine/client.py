@@ -23,10 +23,25 @@ from google.protobuf.message import Message
 from ckpt_engine.addresses import MANAGER
 from ckpt_engine.channel import ManagerStub, error_of, open_blocking_channel, open_channel
 from ckpt_engine.connection import checked_address
-from ckpt_engine.core.arguments import checked_count, checked_epoch, checked_flag, checked_names, checked_version
+from ckpt_engine.core.arguments import (
+    checked_count,
+    checked_epoch,
+    checked_flag,
+    checked_names,
+    checked_version,
+    choice,
+)
 from ckpt_engine.core.deadlines import Deadlines, check_seconds
 from ckpt_engine.core.problems import CkptEngineError, aborted, internal, precondition
-from ckpt_engine.options import MemoryTag, Progress, RollbackOptions, UpdateOptions, options_message
+from ckpt_engine.options import (
+    DEPLOY_ACTIONS,
+    DeployAction,
+    MemoryTag,
+    Progress,
+    RollbackOptions,
+    UpdateOptions,
+    options_message,
+)
 from ckpt_engine.replica_wait import ReplicaWait
 from ckpt_engine.report import UpdateReport
 from ckpt_engine.security.client import ClientSecurity
@@ -112,6 +127,13 @@ class _Asks:
         request = manager_pb2.RollbackRequest(lineage=lineage or "", version=version, options=wishes)
         seconds = (wishes.timeout_seconds or self.limits.update) + self.limits.call_grace
         return Ask("Rollback", request, seconds, _as_it_is)
+
+    def deploy(self, action: DeployAction, number: int | None, reason: str) -> Ask[manager_pb2.Deployment]:
+        if number is not None:
+            checked_epoch(number)
+        what = choice("action", action, DEPLOY_ACTIONS)
+        request = manager_pb2.SteerDeploymentRequest(number=number or 0, action=what, reason=reason)
+        return Ask("SteerDeployment", request, self.limits.status, _as_it_is)
 
     def wait(self, lineage: str, version: int, timeout: float | None) -> Ask[UpdateReport]:
         checked_version(version)
@@ -340,6 +362,15 @@ class Client:
         """
         return self._report(self._asks.rollback(version, lineage, options), on_progress)
 
+    def deploy(self, action: DeployAction, number: int | None = None, *, reason: str = "") -> manager_pb2.Deployment:
+        """Approves the next wave of a staged deployment, pauses or resumes it, or undoes it. Returns it as it is then.
+
+        number: of the deployment, as `status` and `report.deployment` say it; none: the only undecided one. reason: of
+        an undo, for people. Raises NOT_FOUND if there is no such deployment; FAILED_PRECONDITION if it is decided, or
+        if its wave goes on, so that there is nothing to approve yet.
+        """
+        return self._answer(self._asks.deploy(action, number, reason))
+
     def wait(self, lineage: str, version: int, *, timeout: float | None = None) -> UpdateReport:
         """Returns the report of the lineage's last update to a version, once that has ended. As `Trainer.wait`, but
         raises UNAVAILABLE while there is no manager."""
@@ -527,6 +558,12 @@ class AsyncClient:
     ) -> UpdateReport:
         """As `Client.rollback`; on_progress is called on the loop."""
         return await self._report(self._asks.rollback(version, lineage, options), on_progress)
+
+    async def deploy(
+        self, action: DeployAction, number: int | None = None, *, reason: str = ""
+    ) -> manager_pb2.Deployment:
+        """As `Client.deploy`."""
+        return await self._answer(self._asks.deploy(action, number, reason))
 
     async def wait(self, lineage: str, version: int, *, timeout: float | None = None) -> UpdateReport:  # noqa: ASYNC109
         """As `Client.wait`."""

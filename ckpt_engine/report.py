@@ -227,6 +227,50 @@ class RelayReport:
 
 
 @dataclass(frozen=True)
+class DeploymentReport:
+    """A staged deployment: what has become of it, and what comes next."""
+
+    message: manager_pb2.Deployment
+
+    @property
+    def number(self) -> int:
+        """What names it: the epoch of its first commit."""
+        return self.message.number
+
+    @property
+    def state(self) -> str:
+        """ "undecided", "deployed" or "undone"."""
+        return enum_word(manager_pb2.Deployment.State, self.message.state).removeprefix("state_")
+
+    @property
+    def waves(self) -> tuple[tuple[str, ...], ...]:
+        """The replicas of each wave so far; the last wave may go on."""
+        return tuple(tuple(wave.replicas) for wave in self.message.waves)
+
+    @property
+    def reason(self) -> str:
+        """Why it was undone; empty: it was not."""
+        return self.message.reason
+
+    @property
+    def waits_for(self) -> str:
+        """What the next step waits for, for people; empty once it is decided."""
+        return self.message.waits_for
+
+    def __str__(self) -> str:
+        reached, count = sum(map(len, self.waves)), len(self.message.participants)
+        target, base = self.message.target, self.message.base
+        waves = f"{len(self.waves)} wave{'s' * (len(self.waves) != 1)}"
+        line = (
+            f"deployment {self.number}: version {target.version} of {target.lineage} over {base.version}, "
+            f"{self.message.strategy}: {self.state}, {reached} of {count} replicas in {waves}"
+        )
+        why = self.reason or (f"waits for {self.waits_for}" if self.waits_for else "")
+        paused = ", paused" if self.message.paused and self.state == "undecided" else ""
+        return f"{line}{paused}{f'; {why}' if why else ''}"
+
+
+@dataclass(frozen=True)
 class UpdateReport:
     """How one `update_weights` ended. str() is two lines, `details` a table."""
 
@@ -303,8 +347,14 @@ class UpdateReport:
 
     @property
     def held(self) -> bool:
-        """Whether the report came when relays held the version: installs go on, and `ok` says nothing."""
+        """Whether the report came early, when relays held the version or its first wave served it, as `until` asked
+        for: installs go on, and `ok` says nothing."""
         return self.message.held
+
+    @property
+    def deployment(self) -> DeploymentReport | None:
+        """How it was deployed in waves; None: it was brought to all replicas at once."""
+        return DeploymentReport(self.message.deployment) if self.message.HasField("deployment") else None
 
     @property
     def dry_run(self) -> bool:
@@ -341,6 +391,8 @@ class UpdateReport:
         gives the count and names the first three; `details` has all."""
         if self.dry_run:
             return f"{_whole(self)}\n{_exceptions(self) or 'all of them can take it; report.details (-v) has edges'}"
+        if self.deployment is not None:
+            return f"{_whole(self)}\n{self.deployment}"
         if self.held:
             relays = some([relay.name for relay in self.relays if not relay.problem], _SHOWN) or "no relay"
             return f"{_whole(self)}\nheld by {relays}; `ckpt-engine status` shows how the installs go on"
@@ -367,7 +419,7 @@ def _whole(report: UpdateReport) -> str:
         planned = sum(replica.outcome == "planned" for replica in report.replicas)
         would = f"an update would bring {human_bytes(report.nbytes)} to {planned} of {count} replicas"
         return f"dry run of {name}: {would}{'' if report.ok else ', NOT OK'}"
-    if report.held:
+    if report.held and report.deployment is None:
         return f"{name}: {_held(report)}"
     return f"{name}: {_serving(report)} of {count} replicas serve it after {report.seconds:.2f} s, {_state(report)}"
 
@@ -470,6 +522,7 @@ def _table(report: UpdateReport) -> str:
     what = f"{human_bytes(report.nbytes)} to {count} in {report.seconds:.2f} s, {_state(report)}"
     if report.held:
         what = _held(report)
+    deployed = [] if report.deployment is None else [str(report.deployment)]
     head = (
         f"version {report.version} of {report.lineage} (root {report.root[:12]}, epoch {report.epoch}): "
         f"{report.message.tensors} tensors, {what}"
@@ -503,7 +556,9 @@ def _table(report: UpdateReport) -> str:
     ]
     absent = [f"{each.name}: {row}" for each in report.replicas for row in each.absent]
     table = _columns([titles, *rows]) if rows or not report.held else []
-    return "\n".join([head, *table, *problems, *warnings, *relays, *early, *absent, *filter(None, collective), *copied])
+    return "\n".join(
+        [head, *deployed, *table, *problems, *warnings, *relays, *early, *absent, *filter(None, collective), *copied]
+    )
 
 
 def stage_seconds(stages: Sequence[manager_pb2.StageSeconds]) -> dict[str, float]:

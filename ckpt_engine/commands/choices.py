@@ -36,6 +36,23 @@ class Until(StrEnum):
 
     INSTALLED = "installed"
     HELD = "held"
+    FIRST_WAVE = "first_wave"
+
+
+class Strategy(StrEnum):
+    """How a version is deployed: see docs/deployments.md."""
+
+    ALL = "all"
+    ROLLING = "rolling"
+    CANARY = "canary"
+    ALL_OR_NONE = "all_or_none"
+
+
+class Newer(StrEnum):
+    """What becomes of an undecided deployment when the lineage's next version comes."""
+
+    SUPERSEDE = "supersede"
+    WAIT = "wait"
 
 
 class Tag(StrEnum):

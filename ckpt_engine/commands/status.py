@@ -24,7 +24,7 @@ from ckpt_engine.core.message_json import as_json
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.machines.ledger_tasks import OperatorHold
 from ckpt_engine.machines.manager.status import replica_state
-from ckpt_engine.report import ReplicaReport, gpu_uuid, human_bytes
+from ckpt_engine.report import DeploymentReport, ReplicaReport, gpu_uuid, human_bytes
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 WATCH_SECONDS = 0.5
@@ -115,6 +115,7 @@ def as_tables(manager: str, answer: manager_pb2.GetStatusResponse, wide: bool = 
         *relays,
         _replicas(answer.replicas, wide),
         *_troubles(answer),
+        *(Text(str(DeploymentReport(each))) for each in answer.deployments),
     )
 
 

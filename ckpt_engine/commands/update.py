@@ -11,7 +11,7 @@ import typer
 from ckpt_engine.addresses import MANAGER
 from ckpt_engine.client import Client
 from ckpt_engine.commands.asking import Manager, Pool
-from ckpt_engine.commands.choices import PauseMode, Policy, Until
+from ckpt_engine.commands.choices import Newer, PauseMode, Policy, Strategy, Until
 from ckpt_engine.commands.options import Timeout, configured_deadlines
 from ckpt_engine.commands.progress import Verbose, interrupt_exit, progress_display, refusal_exit, report_exit
 from ckpt_engine.connection import checked_address
@@ -65,8 +65,26 @@ def update(
         Policy, typer.Option(help="Whether relays bring the weights before anything is paused.")
     ] = Policy.AUTO,
     until: Annotated[
-        Until, typer.Option(help="Return when all replicas have an outcome, or when relays hold the weights.")
+        Until,
+        typer.Option(
+            help="Return when all replicas have an outcome, when relays hold the weights, or after the first wave."
+        ),
     ] = Until.INSTALLED,
+    strategy: Annotated[
+        Strategy, typer.Option(help="How it is deployed: to all replicas at once, or in waves (docs/deployments.md).")
+    ] = Strategy.ALL,
+    wave: Annotated[
+        float | None,
+        typer.Option(help="Replicas of a wave, or below 1 their share. Default: 1.", metavar="NUMBER"),
+    ] = None,
+    condition: Annotated[
+        list[str] | None,
+        typer.Option(help="Needed between waves: time=SECONDS, person; repeatable. A canary's default: person."),
+    ] = None,
+    newer: Annotated[
+        Newer | None,
+        typer.Option(help="If the lineage's next version comes before it is decided: undo it, or have that wait."),
+    ] = None,
     check_finite: Annotated[
         bool, typer.Option("--check-finite", help="Refuse weights that hold NaN or infinity.")
     ] = False,
@@ -88,6 +106,9 @@ def update(
     with --min-replicas if at least so many do, with --replica if those do, with --until held if relays hold them.
     Replicas that cannot take part are left out and named.
 
+    With a --strategy it returns when the deployment is decided (`ckpt-engine deploy` shows and decides it), and exits
+    with 0 only if the version was deployed.
+
     With --dry-run engines' loaders are recorded and plans are made, and no more. For each replica it prints the edges
     over which it would get the weights, or why not. It exits with 0 if the update would be ok.
     """
@@ -106,6 +127,10 @@ def update(
             "prefetch": prefetch,
             "until": until,
             "dry_run": dry_run,
+            "strategy": strategy,
+            "wave": int(wave) if wave is not None and wave.is_integer() else wave,
+            "condition": tuple(condition or ()),
+            "newer": newer,
         }
         options = cast(UpdateOptions, wishes)
         with progress_display(quiet=json_output) as display:

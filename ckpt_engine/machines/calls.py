@@ -54,7 +54,9 @@ HoldRequest: TypeAlias = manager_pb2.HoldReplicaRequest | manager_pb2.ReleaseRep
 MemberRequest: TypeAlias = (
     manager_pb2.RetryReplicaRequest | manager_pb2.EvictReplicaRequest | manager_pb2.EvictLineageRequest
 )
-OperatorRequest: TypeAlias = MemberRequest | HoldRequest | manager_pb2.ForgetLineageRequest
+OperatorRequest: TypeAlias = (
+    MemberRequest | HoldRequest | manager_pb2.ForgetLineageRequest | manager_pb2.SteerDeploymentRequest
+)
 OperatorResponse: TypeAlias = (
     manager_pb2.RetryReplicaResponse
     | manager_pb2.EvictReplicaResponse
@@ -62,6 +64,7 @@ OperatorResponse: TypeAlias = (
     | manager_pb2.HoldReplicaResponse
     | manager_pb2.ReleaseReplicaResponse
     | manager_pb2.ForgetLineageResponse
+    | manager_pb2.Deployment
 )
 
 

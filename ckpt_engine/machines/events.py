@@ -39,6 +39,7 @@ from ckpt_engine.machines.ledger_tasks import FindReport as FindReport
 from ckpt_engine.machines.ledger_tasks import Found as Found
 from ckpt_engine.machines.ledger_tasks import OperatorHold as OperatorHold
 from ckpt_engine.machines.ledger_tasks import ReadCommits as ReadCommits
+from ckpt_engine.machines.ledger_tasks import RecordDeployment as RecordDeployment
 from ckpt_engine.machines.ledger_tasks import RecordForgotten as RecordForgotten
 from ckpt_engine.machines.ledger_tasks import RecordHold as RecordHold
 from ckpt_engine.machines.ledger_tasks import RecordIntent as RecordIntent

@@ -29,6 +29,7 @@ class RecordIntent:
     # The replicas that are to serve the version from now on, by name, or all of a pool (versions.everybody). Empty: a
     # late replica is brought to what it was to serve already.
     selection: tuple[str, ...] = ()
+    deployment: manager_pb2.Deployment | None = None  # its row with this commit; None: it is of no deployment
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,14 @@ class RecordForgotten:
     seconds: float
 
 
+@dataclass(frozen=True)
+class RecordDeployment:
+    """Stores the row of a deployment. Result of Ledger.record_deployment: None, once it is on the disk."""
+
+    row: manager_pb2.Deployment
+    seconds: float
+
+
 LedgerTask: TypeAlias = (
     SpendEpoch
     | RecordIntent
@@ -129,4 +138,5 @@ LedgerTask: TypeAlias = (
     | RecordHold
     | RecordRelease
     | RecordForgotten
+    | RecordDeployment
 )

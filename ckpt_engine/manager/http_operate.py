@@ -1,5 +1,5 @@
-"""An operator's calls about one replica over HTTP: retry, hold, release and evict. The body is the call's request
-without the name, which the path has."""
+"""An operator's calls over HTTP: retry, hold, release and evict a replica; approve, pause, resume and undo a
+deployment. The body is the call's request without what the path has: the name, or the action."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request, Response
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.manager.http_access import CALLER
 from ckpt_engine.manager.http_messages import answer, body, describes
+from ckpt_engine.options import DEPLOY_ACTIONS, DeployAction
 from ckpt_engine.security.grants import Caller
 from ckpt_engine.v1 import manager_pb2
 
@@ -22,19 +23,27 @@ OperatorRequest: TypeAlias = (
     | manager_pb2.HoldReplicaRequest
     | manager_pb2.ReleaseReplicaRequest
     | manager_pb2.EvictReplicaRequest
+    | manager_pb2.SteerDeploymentRequest
 )
 OperatorResponse: TypeAlias = (
     manager_pb2.RetryReplicaResponse
     | manager_pb2.HoldReplicaResponse
     | manager_pb2.ReleaseReplicaResponse
     | manager_pb2.EvictReplicaResponse
+    | manager_pb2.Deployment
+)
+ReplicaRequest: TypeAlias = (
+    manager_pb2.RetryReplicaRequest
+    | manager_pb2.HoldReplicaRequest
+    | manager_pb2.ReleaseReplicaRequest
+    | manager_pb2.EvictReplicaRequest
 )
 
 
 def add_operations(app: FastAPI, operate: Callable[[OperatorRequest], Awaitable[OperatorResponse]]) -> None:
     """Adds the routes. operate: raises CkptEngineError."""
 
-    async def operated(request: Request, name: str, kind: type[OperatorRequest]) -> Response:
+    async def operated(request: Request, name: str, kind: type[ReplicaRequest]) -> Response:
         message = await body(request, kind)
         if message.name not in ("", name):
             raise invalid(f"the path is of replica {name!r} and the body names {message.name!r}: leave name out")
@@ -88,3 +97,22 @@ def add_operations(app: FastAPI, operate: Callable[[OperatorRequest], Awaitable[
     )
     async def evict(name: str, request: Request) -> Response:
         return await operated(request, name, manager_pb2.EvictReplicaRequest)
+
+    @app.post(
+        "/v1/deployments/{action}",
+        tags=["operate"],
+        summary="Decide about an undecided deployment: approve, pause, resume or undo",
+        description="The body names the deployment by its number; without one the only undecided one is meant. Wants "
+        "the grant `operator`. 409 and why, if it is decided, or if its wave goes on, so that there is nothing to "
+        "approve yet. Deployments are in `/v1/status`. As `ckpt-engine deploy`.",
+        **describes(manager_pb2.Deployment, manager_pb2.SteerDeploymentRequest),
+    )
+    async def steer(action: DeployAction, request: Request) -> Response:
+        message = await body(request, manager_pb2.SteerDeploymentRequest)
+        if message.action not in (0, DEPLOY_ACTIONS[action]):
+            raise invalid(f"the path says {action!r}, and the body another action: leave the action out")
+        message.action = DEPLOY_ACTIONS[action]
+        caller: Caller = request.scope[CALLER]
+        caller.require_any("operator")
+        log.info("deploy action=%s over HTTP deployment=%d caller=%r", action, message.number, caller.name)
+        return await answer(await operate(message))

@@ -1,9 +1,9 @@
 """What must survive a manager: the cluster's id, the spent epochs, what was about to happen and what happened.
 
 An SQLite file (WAL, ``synchronous=FULL``, mode 0600) that one manager holds alone for its whole life. It stores
-intents, reports, which version each replica should serve, and which replicas operators hold. What replicas do serve is
-never stored: only the workers know that. All statements run on one thread of the ledger's own, in the order of the
-calls, so the event loop never waits for a disk.
+intents, reports, which version each replica should serve, which replicas operators hold, and staged deployments. What
+replicas do serve is never stored: only the workers know that. All statements run on one thread of the ledger's own, in
+the order of the calls, so the event loop never waits for a disk.
 
 Its size is bounded: it keeps the newest ``KEPT_REPORTS`` reports with their intents. Of older ones it keeps the last
 intent of each lineage and every commit that is still some replica's newest.
@@ -134,8 +134,14 @@ class Ledger:
 
         await self._run(statements)
 
-    async def record_intent(self, epoch: int, identity: Version, selection: Sequence[str] = ()) -> None:
-        """Stores what is about to be installed, and spends its epoch. selection: see events.RecordIntent.
+    async def record_intent(
+        self,
+        epoch: int,
+        identity: Version,
+        selection: Sequence[str] = (),
+        deployment: manager_pb2.Deployment | None = None,
+    ) -> None:
+        """Stores what is about to be installed, and spends its epoch. selection, deployment: see events.RecordIntent.
 
         Also raises FAILED_PRECONDITION, storing nothing, if the lineage has used the number for another root.
         """
@@ -155,8 +161,25 @@ class Ledger:
                     "INSERT OR REPLACE INTO meant VALUES (?, ?, ?)",
                     [(replica, epoch, identity.lineage) for replica in selection],
                 )
+                if deployment is not None:
+                    self._store(deployment)
 
         await self._run(statements)
+
+    async def record_deployment(self, row: manager_pb2.Deployment) -> None:
+        """Stores the row of a deployment, in place of the one that it had."""
+
+        def statements() -> None:
+            with self._connection:
+                self._spend(0)
+                self._store(row)
+
+        await self._run(statements)
+
+    def _store(self, row: manager_pb2.Deployment) -> None:
+        undecided = row.state == manager_pb2.Deployment.STATE_UNDECIDED
+        values = row.number, undecided, row.SerializeToString(deterministic=True)
+        self._connection.execute("INSERT OR REPLACE INTO deployments VALUES (?, ?, ?)", values)
 
     async def record_outcome(self, report: manager_pb2.UpdateReport) -> None:
         """Stores a report under its fence's epoch; a later report of the same epoch replaces it."""
@@ -214,7 +237,7 @@ class Ledger:
         return {replica: OperatorHold(since, reason) for replica, since, reason in rows}
 
     async def commits(self) -> Commits:
-        """The commits that are some replica's newest, and the last one of each lineage."""
+        """The commits that are some replica's newest, the last one of each lineage, and undecided deployments."""
 
         def statements() -> Commits:
             rows = self._connection.execute(
@@ -233,7 +256,9 @@ class Ledger:
                 elif replica in selections.get(lineage, ()):  # in a ledger from before all commits were kept
                     desired[replica] = last[lineage]
             (until,) = self._connection.execute("SELECT coalesce(max(epoch), 0) FROM intents").fetchone()
-            return Commits(until, tuple(last.values()), desired)
+            stored = self._connection.execute("SELECT row FROM deployments WHERE undecided ORDER BY number").fetchall()
+            deployments = tuple(manager_pb2.Deployment.FromString(row) for (row,) in stored)
+            return Commits(until, tuple(last.values()), desired, deployments)
 
         return await self._run(statements)
 
@@ -338,6 +363,7 @@ class Ledger:
         ).fetchone()
         if oldest is not None:
             self._connection.execute("DELETE FROM outcomes WHERE epoch <= ?", oldest)
+            self._connection.execute("DELETE FROM deployments WHERE number <= ? AND NOT undecided", oldest)
             self._connection.execute(
                 "DELETE FROM intents WHERE epoch <= ? "
                 "AND epoch NOT IN (SELECT max(epoch) FROM intents GROUP BY lineage, late) "

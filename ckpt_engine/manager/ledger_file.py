@@ -12,12 +12,15 @@ from pathlib import Path
 from ckpt_engine.core.problems import CkptEngineError, precondition
 from ckpt_engine.host.owned import unwritable
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 APPLICATION_ID = 0x636B7074  # "ckpt", so that `file` and we recognise it
 
 _MEANT = "CREATE TABLE meant (replica TEXT PRIMARY KEY, epoch INTEGER NOT NULL, lineage TEXT NOT NULL) STRICT;"
 _HIGHEST = "CREATE TABLE highest (lineage TEXT PRIMARY KEY, version INTEGER NOT NULL, root BLOB NOT NULL) STRICT;"
 _HOLDS = "CREATE TABLE holds (replica TEXT PRIMARY KEY, since REAL NOT NULL, reason TEXT NOT NULL) STRICT;"
+_DEPLOYMENTS = (
+    "CREATE TABLE deployments (number INTEGER PRIMARY KEY, undecided INTEGER NOT NULL, row BLOB NOT NULL) STRICT;"
+)
 _SCHEMA = f"""
 CREATE TABLE cluster (
     id TEXT NOT NULL, made REAL NOT NULL, epoch INTEGER NOT NULL, generation INTEGER NOT NULL DEFAULT 0
@@ -30,6 +33,7 @@ CREATE TABLE outcomes (epoch INTEGER PRIMARY KEY, report BLOB NOT NULL, time REA
 {_MEANT}
 {_HIGHEST}
 {_HOLDS}
+{_DEPLOYMENTS}
 """
 
 _MIGRATIONS = {
@@ -41,6 +45,7 @@ _MIGRATIONS = {
     4: _HIGHEST + "INSERT INTO highest SELECT lineage, max(version), root FROM intents GROUP BY lineage;",
     5: "ALTER TABLE intents ADD COLUMN late INTEGER NOT NULL DEFAULT 0;",
     6: _HOLDS,
+    7: _DEPLOYMENTS,
 }
 """The script from each schema to the next one."""
 

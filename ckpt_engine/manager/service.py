@@ -179,10 +179,11 @@ class ManagerServer:
         return self._shell.watched()
 
     async def operate(self, request: OperatorRequest) -> OperatorResponse:
-        """Retries, holds, releases or evicts a replica, as the gRPC calls do. Raises CkptEngineError."""
+        """Retries, holds, releases or evicts a replica, or decides about a deployment, as the gRPC calls do. Raises
+        CkptEngineError."""
         if self._stopping:
             raise stopping()
-        kind = request.DESCRIPTOR.name.removesuffix("ReplicaRequest").lower()
+        kind = request.DESCRIPTOR.name.removesuffix("Request").removesuffix("Replica").lower()
         response = await self._shell.answer(kind, lambda call: events.OperatorCall(call, request))
         return cast(OperatorResponse, response)
 

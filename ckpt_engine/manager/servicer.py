@@ -11,6 +11,7 @@ import grpc.aio
 from google.protobuf.message import Message as ProtobufMessage
 
 from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.problems import CkptEngineError, deadline, invalid
 from ckpt_engine.machines import events
 from ckpt_engine.machines.events import Call, ManagerEvent
@@ -142,6 +143,14 @@ class ManagerServicer(
         caller = await self._admit(context, "operator")
         log.info("rollback called lineage=%r version=%d caller=%r", request.lineage, request.version, caller.name)
         await self._call("rollback", lambda call: events.RollbackCall(call, request), context)
+
+    async def SteerDeployment(  # noqa: N802
+        self, request: manager_pb2.SteerDeploymentRequest, context: Context
+    ) -> ProtobufMessage:
+        caller = await self._admit(context, "operator")
+        action = enum_word(manager_pb2.SteerDeploymentRequest.Action, request.action)
+        log.info("deploy action=%s deployment=%d caller=%r", action, request.number, caller.name)
+        return await self._answer("deploy", lambda call: events.OperatorCall(call, request), context)
 
     async def WaitForUpdate(  # noqa: N802
         self, request: manager_pb2.WaitForUpdateRequest, context: Context

@@ -55,8 +55,10 @@ class Tasks:
                 return await loop.run_in_executor(self._thread, self._compiler.combine, task)
             case events.SpendEpoch(epoch):
                 await self._ledger.spend_epoch(epoch)
-            case events.RecordIntent(epoch, identity, _, selection):
-                await self._ledger.record_intent(epoch, identity, selection)
+            case events.RecordIntent(epoch, identity, _, selection, deployment):
+                await self._ledger.record_intent(epoch, identity, selection, deployment)
+            case events.RecordDeployment(row):
+                await self._ledger.record_deployment(row)
             case events.ReadCommits():
                 return await self._ledger.commits()
             case events.RecordHold(replica, reason):

@@ -62,6 +62,13 @@ class Until(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     UNTIL_UNSPECIFIED: _ClassVar[Until]
     UNTIL_INSTALLED: _ClassVar[Until]
     UNTIL_HELD: _ClassVar[Until]
+    UNTIL_FIRST_WAVE: _ClassVar[Until]
+
+class Newer(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NEWER_UNSPECIFIED: _ClassVar[Newer]
+    NEWER_SUPERSEDE: _ClassVar[Newer]
+    NEWER_WAIT: _ClassVar[Newer]
 
 class ReplicaState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -105,6 +112,10 @@ PREFETCH_NEVER: Prefetch
 UNTIL_UNSPECIFIED: Until
 UNTIL_INSTALLED: Until
 UNTIL_HELD: Until
+UNTIL_FIRST_WAVE: Until
+NEWER_UNSPECIFIED: Newer
+NEWER_SUPERSEDE: Newer
+NEWER_WAIT: Newer
 REPLICA_STATE_UNSPECIFIED: ReplicaState
 REPLICA_STATE_SERVING: ReplicaState
 REPLICA_STATE_DRAINING: ReplicaState
@@ -831,8 +842,16 @@ class ReplicaOutcome(_message.Message):
     cannot_load: bool
     def __init__(self, replica: _Optional[str] = ..., fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., before: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., after: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., bytes: _Optional[int] = ..., edges: _Optional[_Iterable[_Union[EdgeReport, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageSeconds, _Mapping]]] = ..., pause_seconds: _Optional[float] = ..., sync_seconds: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerReport, _Mapping]]] = ..., label_problem: _Optional[str] = ..., unopened: _Optional[_Iterable[_Union[_weights_pb2.Unopened, _Mapping]]] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., entered: _Optional[_Iterable[_Union[StageEntered, _Mapping]]] = ..., pause_after: _Optional[float] = ..., operator_hold: bool = ..., cannot_load: bool = ...) -> None: ...
 
+class DeployCondition(_message.Message):
+    __slots__ = ("name", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: float
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+
 class UpdateOptions(_message.Message):
-    __slots__ = ("pause_mode", "timeout_seconds", "min_replicas", "replicas", "pool", "prefetch", "until", "dry_run")
+    __slots__ = ("pause_mode", "timeout_seconds", "min_replicas", "replicas", "pool", "prefetch", "until", "dry_run", "strategy", "wave_replicas", "wave_share", "conditions", "newer")
     PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
@@ -841,6 +860,11 @@ class UpdateOptions(_message.Message):
     PREFETCH_FIELD_NUMBER: _ClassVar[int]
     UNTIL_FIELD_NUMBER: _ClassVar[int]
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    STRATEGY_FIELD_NUMBER: _ClassVar[int]
+    WAVE_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    WAVE_SHARE_FIELD_NUMBER: _ClassVar[int]
+    CONDITIONS_FIELD_NUMBER: _ClassVar[int]
+    NEWER_FIELD_NUMBER: _ClassVar[int]
     pause_mode: PauseMode
     timeout_seconds: float
     min_replicas: int
@@ -849,7 +873,95 @@ class UpdateOptions(_message.Message):
     prefetch: Prefetch
     until: Until
     dry_run: bool
-    def __init__(self, pause_mode: _Optional[_Union[PauseMode, str]] = ..., timeout_seconds: _Optional[float] = ..., min_replicas: _Optional[int] = ..., replicas: _Optional[_Iterable[str]] = ..., pool: _Optional[str] = ..., prefetch: _Optional[_Union[Prefetch, str]] = ..., until: _Optional[_Union[Until, str]] = ..., dry_run: bool = ...) -> None: ...
+    strategy: str
+    wave_replicas: int
+    wave_share: float
+    conditions: _containers.RepeatedCompositeFieldContainer[DeployCondition]
+    newer: Newer
+    def __init__(self, pause_mode: _Optional[_Union[PauseMode, str]] = ..., timeout_seconds: _Optional[float] = ..., min_replicas: _Optional[int] = ..., replicas: _Optional[_Iterable[str]] = ..., pool: _Optional[str] = ..., prefetch: _Optional[_Union[Prefetch, str]] = ..., until: _Optional[_Union[Until, str]] = ..., dry_run: bool = ..., strategy: _Optional[str] = ..., wave_replicas: _Optional[int] = ..., wave_share: _Optional[float] = ..., conditions: _Optional[_Iterable[_Union[DeployCondition, _Mapping]]] = ..., newer: _Optional[_Union[Newer, str]] = ...) -> None: ...
+
+class Deployment(_message.Message):
+    __slots__ = ("number", "base", "base_epoch", "target", "strategy", "wave_replicas", "conditions", "newer", "pause_mode", "min_replicas", "wave_seconds", "pool", "selection", "participants", "waves", "state", "approved", "paused", "reason", "waits_for")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[Deployment.State]
+        STATE_UNDECIDED: _ClassVar[Deployment.State]
+        STATE_DEPLOYED: _ClassVar[Deployment.State]
+        STATE_UNDONE: _ClassVar[Deployment.State]
+    STATE_UNSPECIFIED: Deployment.State
+    STATE_UNDECIDED: Deployment.State
+    STATE_DEPLOYED: Deployment.State
+    STATE_UNDONE: Deployment.State
+    class Wave(_message.Message):
+        __slots__ = ("epoch", "replicas")
+        EPOCH_FIELD_NUMBER: _ClassVar[int]
+        REPLICAS_FIELD_NUMBER: _ClassVar[int]
+        epoch: int
+        replicas: _containers.RepeatedScalarFieldContainer[str]
+        def __init__(self, epoch: _Optional[int] = ..., replicas: _Optional[_Iterable[str]] = ...) -> None: ...
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    BASE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    STRATEGY_FIELD_NUMBER: _ClassVar[int]
+    WAVE_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    CONDITIONS_FIELD_NUMBER: _ClassVar[int]
+    NEWER_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
+    MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    WAVE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    SELECTION_FIELD_NUMBER: _ClassVar[int]
+    PARTICIPANTS_FIELD_NUMBER: _ClassVar[int]
+    WAVES_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    APPROVED_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FOR_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    base: _weights_pb2.Identity
+    base_epoch: int
+    target: _weights_pb2.Identity
+    strategy: str
+    wave_replicas: int
+    conditions: _containers.RepeatedCompositeFieldContainer[DeployCondition]
+    newer: Newer
+    pause_mode: PauseMode
+    min_replicas: int
+    wave_seconds: float
+    pool: str
+    selection: _containers.RepeatedScalarFieldContainer[str]
+    participants: _containers.RepeatedScalarFieldContainer[str]
+    waves: _containers.RepeatedCompositeFieldContainer[Deployment.Wave]
+    state: Deployment.State
+    approved: int
+    paused: bool
+    reason: str
+    waits_for: str
+    def __init__(self, number: _Optional[int] = ..., base: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., base_epoch: _Optional[int] = ..., target: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., strategy: _Optional[str] = ..., wave_replicas: _Optional[int] = ..., conditions: _Optional[_Iterable[_Union[DeployCondition, _Mapping]]] = ..., newer: _Optional[_Union[Newer, str]] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., min_replicas: _Optional[int] = ..., wave_seconds: _Optional[float] = ..., pool: _Optional[str] = ..., selection: _Optional[_Iterable[str]] = ..., participants: _Optional[_Iterable[str]] = ..., waves: _Optional[_Iterable[_Union[Deployment.Wave, _Mapping]]] = ..., state: _Optional[_Union[Deployment.State, str]] = ..., approved: _Optional[int] = ..., paused: bool = ..., reason: _Optional[str] = ..., waits_for: _Optional[str] = ...) -> None: ...
+
+class SteerDeploymentRequest(_message.Message):
+    __slots__ = ("number", "action", "reason")
+    class Action(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        ACTION_UNSPECIFIED: _ClassVar[SteerDeploymentRequest.Action]
+        ACTION_APPROVE: _ClassVar[SteerDeploymentRequest.Action]
+        ACTION_PAUSE: _ClassVar[SteerDeploymentRequest.Action]
+        ACTION_RESUME: _ClassVar[SteerDeploymentRequest.Action]
+        ACTION_UNDO: _ClassVar[SteerDeploymentRequest.Action]
+    ACTION_UNSPECIFIED: SteerDeploymentRequest.Action
+    ACTION_APPROVE: SteerDeploymentRequest.Action
+    ACTION_PAUSE: SteerDeploymentRequest.Action
+    ACTION_RESUME: SteerDeploymentRequest.Action
+    ACTION_UNDO: SteerDeploymentRequest.Action
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    action: SteerDeploymentRequest.Action
+    reason: str
+    def __init__(self, number: _Optional[int] = ..., action: _Optional[_Union[SteerDeploymentRequest.Action, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class UpdateWeightsRequest(_message.Message):
     __slots__ = ("lineage", "rank", "session_id", "version", "options", "adapts")
@@ -994,7 +1106,7 @@ class UpdateProgress(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., stage: _Optional[_Union[Stage, str]] = ..., bytes_done: _Optional[int] = ..., bytes_total: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class UpdateReport(_message.Message):
-    __slots__ = ("fence", "identity", "ok", "replicas", "seconds", "stages", "bytes", "tensors", "source_copies", "verified", "warnings", "copied", "relays", "prefetch", "held", "collective", "timeline", "not_finite", "dry_run")
+    __slots__ = ("fence", "identity", "ok", "replicas", "seconds", "stages", "bytes", "tensors", "source_copies", "verified", "warnings", "copied", "relays", "prefetch", "held", "collective", "timeline", "not_finite", "dry_run", "deployment")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     OK_FIELD_NUMBER: _ClassVar[int]
@@ -1014,6 +1126,7 @@ class UpdateReport(_message.Message):
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     NOT_FINITE_FIELD_NUMBER: _ClassVar[int]
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     identity: _weights_pb2.Identity
     ok: bool
@@ -1033,7 +1146,8 @@ class UpdateReport(_message.Message):
     timeline: Timeline
     not_finite: _containers.RepeatedScalarFieldContainer[str]
     dry_run: bool
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., ok: bool = ..., replicas: _Optional[_Iterable[_Union[ReplicaOutcome, _Mapping]]] = ..., seconds: _Optional[float] = ..., stages: _Optional[_Iterable[_Union[StageSeconds, _Mapping]]] = ..., bytes: _Optional[int] = ..., tensors: _Optional[int] = ..., source_copies: _Optional[int] = ..., verified: bool = ..., warnings: _Optional[_Iterable[str]] = ..., copied: _Optional[_Iterable[_Union[_weights_pb2.CopiedTensors, _Mapping]]] = ..., relays: _Optional[_Iterable[_Union[RelayReport, _Mapping]]] = ..., prefetch: _Optional[str] = ..., held: bool = ..., collective: _Optional[str] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ..., not_finite: _Optional[_Iterable[str]] = ..., dry_run: bool = ...) -> None: ...
+    deployment: Deployment
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., ok: bool = ..., replicas: _Optional[_Iterable[_Union[ReplicaOutcome, _Mapping]]] = ..., seconds: _Optional[float] = ..., stages: _Optional[_Iterable[_Union[StageSeconds, _Mapping]]] = ..., bytes: _Optional[int] = ..., tensors: _Optional[int] = ..., source_copies: _Optional[int] = ..., verified: bool = ..., warnings: _Optional[_Iterable[str]] = ..., copied: _Optional[_Iterable[_Union[_weights_pb2.CopiedTensors, _Mapping]]] = ..., relays: _Optional[_Iterable[_Union[RelayReport, _Mapping]]] = ..., prefetch: _Optional[str] = ..., held: bool = ..., collective: _Optional[str] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ..., not_finite: _Optional[_Iterable[str]] = ..., dry_run: bool = ..., deployment: _Optional[_Union[Deployment, _Mapping]] = ...) -> None: ...
 
 class Timeline(_message.Message):
     __slots__ = ("began", "phases", "sources")
@@ -1408,7 +1522,7 @@ class Holding(_message.Message):
     def __init__(self, owner: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("fence", "phase", "latest", "trainers", "replicas", "software_version", "holdings", "warnings", "holders", "lineages", "waiting_for", "sealed")
+    __slots__ = ("fence", "phase", "latest", "trainers", "replicas", "software_version", "holdings", "warnings", "holders", "lineages", "waiting_for", "sealed", "deployments")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     LATEST_FIELD_NUMBER: _ClassVar[int]
@@ -1421,6 +1535,7 @@ class GetStatusResponse(_message.Message):
     LINEAGES_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     SEALED_FIELD_NUMBER: _ClassVar[int]
+    DEPLOYMENTS_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     phase: str
     latest: _weights_pb2.Identity
@@ -1433,7 +1548,8 @@ class GetStatusResponse(_message.Message):
     lineages: _containers.RepeatedCompositeFieldContainer[LineageStatus]
     waiting_for: _containers.RepeatedScalarFieldContainer[str]
     sealed: _containers.RepeatedCompositeFieldContainer[VersionStatus]
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., phase: _Optional[str] = ..., latest: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., trainers: _Optional[_Iterable[_Union[TrainerStatus, _Mapping]]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., software_version: _Optional[str] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ..., holders: _Optional[_Iterable[_Union[HolderStatus, _Mapping]]] = ..., lineages: _Optional[_Iterable[_Union[LineageStatus, _Mapping]]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., sealed: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ...) -> None: ...
+    deployments: _containers.RepeatedCompositeFieldContainer[Deployment]
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., phase: _Optional[str] = ..., latest: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., trainers: _Optional[_Iterable[_Union[TrainerStatus, _Mapping]]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., software_version: _Optional[str] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ..., holders: _Optional[_Iterable[_Union[HolderStatus, _Mapping]]] = ..., lineages: _Optional[_Iterable[_Union[LineageStatus, _Mapping]]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., sealed: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., deployments: _Optional[_Iterable[_Union[Deployment, _Mapping]]] = ...) -> None: ...
 
 class WatchReplicasRequest(_message.Message):
     __slots__ = ("watcher",)

@@ -51,6 +51,11 @@ class CheckpointEngineManagerStub(object):
                 request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.RollbackRequest.SerializeToString,
                 response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.UpdateEvent.FromString,
                 _registered_method=True)
+        self.SteerDeployment = channel.unary_unary(
+                '/ckpt_engine.v1.CheckpointEngineManager/SteerDeployment',
+                request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.SteerDeploymentRequest.SerializeToString,
+                response_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.Deployment.FromString,
+                _registered_method=True)
         self.WaitForUpdate = channel.unary_unary(
                 '/ckpt_engine.v1.CheckpointEngineManager/WaitForUpdate',
                 request_serializer=ckpt__engine_dot_v1_dot_manager__pb2.WaitForUpdateRequest.SerializeToString,
@@ -147,6 +152,15 @@ class CheckpointEngineManagerServicer(object):
 
     def Rollback(self, request, context):
         """Brings replicas back to a version that relays still hold. Events and statuses as of UpdateWeights.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SteerDeployment(self, request, context):
+        """Approves the next wave of an undecided deployment, pauses it, lets it go on, or brings its replicas back. The answer
+        comes once that is on the disk: it outlives the manager. NOT_FOUND: there is no such deployment.
+        FAILED_PRECONDITION: it is decided already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -274,6 +288,11 @@ def add_CheckpointEngineManagerServicer_to_server(servicer, server):
                     servicer.Rollback,
                     request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.RollbackRequest.FromString,
                     response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.UpdateEvent.SerializeToString,
+            ),
+            'SteerDeployment': grpc.unary_unary_rpc_method_handler(
+                    servicer.SteerDeployment,
+                    request_deserializer=ckpt__engine_dot_v1_dot_manager__pb2.SteerDeploymentRequest.FromString,
+                    response_serializer=ckpt__engine_dot_v1_dot_manager__pb2.Deployment.SerializeToString,
             ),
             'WaitForUpdate': grpc.unary_unary_rpc_method_handler(
                     servicer.WaitForUpdate,
@@ -429,6 +448,33 @@ class CheckpointEngineManager(object):
             '/ckpt_engine.v1.CheckpointEngineManager/Rollback',
             ckpt__engine_dot_v1_dot_manager__pb2.RollbackRequest.SerializeToString,
             ckpt__engine_dot_v1_dot_manager__pb2.UpdateEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SteerDeployment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ckpt_engine.v1.CheckpointEngineManager/SteerDeployment',
+            ckpt__engine_dot_v1_dot_manager__pb2.SteerDeploymentRequest.SerializeToString,
+            ckpt__engine_dot_v1_dot_manager__pb2.Deployment.FromString,
             options,
             channel_credentials,
             insecure,

@@ -239,7 +239,7 @@ async def test_a_ledger_of_the_schema_before_is_taken_over(tmp_path: Path) -> No
         connection.executescript(
             "ALTER TABLE cluster DROP COLUMN generation; ALTER TABLE intents DROP COLUMN selection; "
             "ALTER TABLE intents DROP COLUMN late; "
-            "DROP TABLE meant; DROP TABLE highest; DROP TABLE holds; PRAGMA user_version = 1;"
+            "DROP TABLE meant; DROP TABLE highest; DROP TABLE holds; DROP TABLE deployments; PRAGMA user_version = 1;"
         )
     connection.close()
     again = await Ledger.open(path)
@@ -261,6 +261,7 @@ async def test_a_ledger_of_schema_3_knows_whom_updates_were_for(tmp_path: Path) 
     connection = sqlite3.connect(path)
     connection.executescript(
         "ALTER TABLE intents DROP COLUMN late; DROP TABLE meant; DROP TABLE highest; DROP TABLE holds; "
+        "DROP TABLE deployments; "
         "PRAGMA user_version = 3;"
     )
     connection.close()
@@ -278,7 +279,7 @@ async def test_a_ledger_of_schema_6_holds_nothing_and_can(tmp_path: Path) -> Non
     path = tmp_path / "ledger.sqlite3"
     await (await Ledger.open(path)).close()
     connection = sqlite3.connect(path)
-    connection.executescript("DROP TABLE holds; PRAGMA user_version = 6;")
+    connection.executescript("DROP TABLE holds; DROP TABLE deployments; PRAGMA user_version = 6;")
     connection.close()
     again = await Ledger.open(path)
     assert await again.holds() == {}
@@ -435,4 +436,31 @@ async def test_a_forgotten_lineage_is_served_to_nobody_and_keeps_its_numbers(tmp
     assert gone in await again.identities()
     with pytest.raises(CkptEngineError, match="has the root"):
         await again.record_intent(4, Version("gone", 4, bytes([1]) * 32), ["a"])
+    await again.close()
+
+
+async def test_a_deployment_is_written_with_each_of_its_commits(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite3"
+    ledger = await Ledger.open(path)
+    await ledger.record_intent(1, identity(1), (EVERYBODY,))
+    row = manager_pb2.Deployment(number=2, state=manager_pb2.Deployment.STATE_UNDECIDED, participants=["a", "b"])
+    row.waves.add(epoch=2, replicas=["a"])
+    await ledger.record_intent(2, identity(2), ("a",), row)
+    await ledger.close()
+    again = await Ledger.open(path)
+    commits = await again.commits()
+    assert commits.deployments == (row,)
+    assert commits.desired == {EVERYBODY: Commit(1, identity(1)), "a": Commit(2, identity(2))}
+    later = manager_pb2.Deployment()
+    later.CopyFrom(row)
+    later.waves.add(epoch=3, replicas=["b"])
+    with pytest.raises(CkptEngineError, match="has the root"):
+        await again.record_intent(3, Version("run", 2, b"other" * 6), ("b",), later)
+    assert (await again.commits()).deployments == (row,), "what is not committed is not in the row"
+    row.paused = True
+    await again.record_deployment(row)
+    assert (await again.commits()).deployments == (row,)
+    row.state = manager_pb2.Deployment.STATE_UNDONE
+    await again.record_intent(4, identity(1), (EVERYBODY,), row)
+    assert (await again.commits()).deployments == ()
     await again.close()

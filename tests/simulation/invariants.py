@@ -266,7 +266,7 @@ class Invariants:
                 manager_pb2.Prepare() | manager_pb2.SealForReaders() | manager_pb2.Release() as body,
             ):
                 self._fill_fence(manager, body.fence)
-            case events.Run(_, events.RecordIntent(epoch, identity)):
+            case events.Run(_, events.RecordIntent(epoch, identity, deployment=deployment)):
                 highest = max(self._highest_intent.get(manager.generation, 0), self._given_out[manager.generation])
                 if epoch <= highest:
                     raise BrokenPromiseError(f"intent {epoch} after epoch {highest}: its fence was given out before it")
@@ -276,7 +276,10 @@ class Invariants:
                         names = update._parts.recipients.waiting_for()
                         self._meant_for |= dict.fromkeys([(manager.generation, name) for name in names], epoch)
                 if manager.generation == manager.ledger.generation:
-                    self._order(manager, epoch, identity)
+                    if deployment is None or deployment.number == epoch:
+                        self._order(manager, epoch, identity)
+                    else:
+                        self._later_wave(manager, identity, deployment)
                 self.world.note(f"intent {epoch} version {identity.number} of {identity.lineage}")
             case events.Run(_, events.CorrectOutcome(report)):
                 self._outcomes(report)
@@ -377,6 +380,14 @@ class Invariants:
             raise BrokenPromiseError(f"epoch {fence.epoch} is used, but only {ledger.epoch} are spent")
         self._given_out[manager.generation] = max(self._given_out[manager.generation], fence.epoch)
 
+    def _later_wave(self, manager: ManagerShell, identity: Version, row: manager_pb2.Deployment) -> None:
+        """What a deployment commits after its first wave was committed before: its target, or what it goes back to."""
+        wanted = row.base if row.state == manager_pb2.Deployment.STATE_UNDONE else row.target
+        if identity != Version.of(wanted):
+            raise BrokenPromiseError(f"deployment {row.number} commits {identity}, not {Version.of(wanted)}")
+        if identity not in manager.ledger.intents.values() and not self.scenario.ledgers_replaced:
+            raise BrokenPromiseError(f"deployment {row.number} commits {identity}, which never was")
+
     def _order(self, manager: ManagerShell, epoch: int, identity: Version) -> None:
         """Versions rise unless somebody goes back by name, one number has one root, and a new version is what all ranks
         had when they called."""
@@ -402,6 +413,11 @@ class Invariants:
             raise BrokenPromiseError(f"version {identity.version} of {identity.lineage} is of several steps: {content}")
 
     def _report(self, manager: ManagerShell, report: manager_pb2.UpdateReport) -> None:
+        if report.HasField("deployment"):
+            self._outcomes(report)
+            if report.ok and report.deployment.state != manager_pb2.Deployment.STATE_DEPLOYED:
+                raise BrokenPromiseError(f"deployment {report.deployment.number} is not deployed, and calls itself ok")
+            return
         update = manager.update_of(report.fence)
         assert update is not None
         reported = {outcome.replica for outcome in report.replicas}

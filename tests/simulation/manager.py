@@ -46,6 +46,7 @@ class Ledger:
     reports: dict[int, manager_pb2.UpdateReport] = field(default_factory=dict)
     late: set[int] = field(default_factory=set)
     holds: dict[str, OperatorHold] = field(default_factory=dict)
+    deployments: dict[int, manager_pb2.Deployment] = field(default_factory=dict)
     promised: dict[str, int] = field(default_factory=dict)  # replicas of which an operator was told that they are held,
     # since which epoch; until somebody asks for their release
 
@@ -73,6 +74,7 @@ class Ledger:
             reports=dict(self.reports),
             late=set(self.late),
             holds=dict(self.holds),
+            deployments=dict(self.deployments),
             promised={name: epoch for name, epoch in self.promised.items() if name in self.holds},
         )
 
@@ -81,7 +83,9 @@ class Ledger:
         last: dict[str, Commit] = {}
         for epoch in sorted(self.intents.keys() - self.late):
             last[self.intents[epoch].lineage] = Commit(epoch, self.intents[epoch])
-        return Commits(max(self.intents, default=0), tuple(last.values()), dict(self.desired))
+        undecided = manager_pb2.Deployment.STATE_UNDECIDED
+        deployments = tuple(row for row in self.deployments.values() if row.state == undecided)
+        return Commits(max(self.intents, default=0), tuple(last.values()), dict(self.desired), deployments)
 
 
 @dataclass
@@ -288,7 +292,7 @@ class ManagerShell(Shell):
             case events.SpendEpoch(epoch):
                 yield from self._written()
                 self.ledger.epoch = max(self.ledger.epoch, epoch)
-            case events.RecordIntent(epoch, identity, _, selection):
+            case events.RecordIntent(epoch, identity, _, selection, deployment):
                 yield from self._written()
                 self.ledger.intents[epoch] = identity
                 self.ledger.late |= set() if selection else {epoch}
@@ -298,8 +302,13 @@ class ManagerShell(Shell):
                     known = self.ledger.desired.get(name)
                     if known is None or known.epoch < epoch:
                         self.ledger.desired[name] = Commit(epoch, identity)
+                if deployment is not None:
+                    self.ledger.deployments[deployment.number] = deployment
                 self.truth.recorded.setdefault((self.ledger.cluster, epoch), []).append(identity)
                 self.ledger.epoch = max(self.ledger.epoch, epoch)
+            case events.RecordDeployment(row):
+                yield from self._written()
+                self.ledger.deployments[row.number] = row
             case events.ReadCommits():
                 while any(not write.ready for write in self._writes):  # the ledger does one thing after the other
                     yield 0.01

@@ -22,6 +22,7 @@ from ckpt_engine.machines import events
 from ckpt_engine.machines.manager.absences import LEFT_SECONDS
 from ckpt_engine.machines.manager.claims import Claim
 from ckpt_engine.machines.manager.course import UpdateTask
+from ckpt_engine.machines.manager.deployments import DeploymentCommit
 from ckpt_engine.machines.manager.holdings import JoinRetry
 from ckpt_engine.machines.manager.ledger_recovery import CommitsRead
 from ckpt_engine.machines.manager.members import Replica, TrainerRank
@@ -114,6 +115,10 @@ class Mechanism:
                     self.check_a_call_ends_when_nothing_reads_its_memory(manager, request.session_id)
 
     def _intent(self, manager: ManagerShell, task: events.RecordIntent) -> None:
+        if task.deployment is not None:
+            self._commits[manager.ledger.cluster, task.epoch] = task.epoch
+            self._pools[manager.ledger.cluster, task.epoch] = task.deployment.pool
+            return
         update = next(each for each in manager.machine._updates.all() if _installs(each, task.epoch))
         self.check_what_is_held_is_left_alone(manager, update)
         cluster, late = manager.ledger.cluster, update.goal.is_attempt
@@ -317,6 +322,7 @@ class Mechanism:
         """Only what goes on has holders, or a place among those that wait for them."""
         machine = manager.machine
         jobs, going = machine._state.claims, {update.number for update in machine._updates.running}
+        going |= machine._state.deployments.keys()  # whose versions stay where they are held
         asked = {-number for number in machine._turns.rollbacks.waiting}
         left = (jobs.granted.keys() - going) | (jobs.waiting.keys() - going - asked)
         if left:
@@ -333,7 +339,7 @@ class Mechanism:
         turn = {each.call for each in machine._turns._next(machine._may_begin)} if attempts else set()
         for update in attempts:
             granted = machine._state.claims.granted[update.number]
-            for coming in machine._turns.coming():
+            for coming in machine._turns.turning():
                 holders = coming.call in turn and machine._updates.claim(coming.goal).meets(granted)
                 if coming.goal.meets(update.goal) or holders:
                     raise BrokenPromiseError(f"{coming.description} waits for {update.describe()}")
@@ -367,7 +373,7 @@ class Mechanism:
         if before == desired:
             return
         match event:
-            case events.Done(UpdateTask(_, Entry.INTENT)) | events.Done(CommitsRead()):
+            case events.Done(UpdateTask(_, Entry.INTENT)) | events.Done(CommitsRead() | DeploymentCommit()):
                 return
             case events.Message(peer, manager_pb2.ReplicaHello()) if peer == replica.peer:
                 return

@@ -171,6 +171,16 @@ class Story(Scenario):
         """What an operator hears who has a lineage forgotten."""
         return self._operate(manager_pb2.ForgetLineageRequest(lineage=lineage, dry_run=dry_run))
 
+    def deploy(self, action: manager_pb2.SteerDeploymentRequest.Action, number: int = 0, reason: str = "") -> Any:
+        """A person approves, pauses, resumes or undoes a deployment; the answer, or the problem."""
+        return self._operate(manager_pb2.SteerDeploymentRequest(number=number, action=action, reason=reason))
+
+    @property
+    def deployments(self) -> list[manager_pb2.Deployment]:
+        """Those that the manager's status shows."""
+        assert self.cluster.manager is not None
+        return list(self.cluster.manager.machine.status().deployments)
+
     def _operate(self, request: events.OperatorRequest) -> Any:
         assert self.cluster.manager is not None
         over = self.cluster.manager.operate(request)

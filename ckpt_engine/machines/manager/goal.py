@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Call, Published
+from ckpt_engine.machines.manager.deploy import Staging
 from ckpt_engine.v1 import manager_pb2
 
 
@@ -44,6 +45,7 @@ class Goal:
     called: float | None = None  # when the first rank called, monotonic seconds; None: none did
     dry_run: bool = False  # it only prepares and plans, and reports what it would do
     adapts: bool = False  # its ranks can publish once more, in the dtypes that replicas keep
+    staging: Staging | None = None  # how it is deployed in waves; None: to all of its replicas at once
 
     @property
     def is_attempt(self) -> bool:

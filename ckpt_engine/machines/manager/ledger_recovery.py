@@ -129,13 +129,15 @@ class LedgerRecovery:
         self.reading = True
         self.state.run(CommitsRead(), ReadCommits(self.state.deadlines.ledger))
 
-    def take_commits(self, done: Done) -> None:
-        """Takes the commits that were read; a failed read is tried again in a moment."""
+    def take_commits(self, done: Done) -> Commits | None:
+        """Takes the commits that were read, and returns them; None: the read failed, and is tried again in a moment."""
         if done.problem is not None:
             self.state.set_timer(CommitsRetry(), self.state.deadlines.resend)
-            return
+            return None
         self.reading = False
-        self.state.versions.read_again(cast(Commits, done.result))
+        commits = cast(Commits, done.result)
+        self.state.versions.read_again(commits)
+        return commits
 
     def warnings(self) -> list[str]:
         """Sentences for the status that say what is wrong and what to do."""

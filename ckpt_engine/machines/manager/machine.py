@@ -43,6 +43,14 @@ from ckpt_engine.machines.events import (
     WakeCall,
 )
 from ckpt_engine.machines.manager.course import UpdateTask, UpdateTimer
+from ckpt_engine.machines.manager.deployments import (
+    DeploymentCallEnd,
+    DeploymentCommit,
+    DeploymentLook,
+    Deployments,
+    DeploymentWrite,
+    ReportWrite,
+)
 from ckpt_engine.machines.manager.forgetting import ForgetTimer, Forgetting, ForgottenWrite, LineagesLook
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.holdings import Holdings, JoinRetry, located
@@ -103,9 +111,12 @@ class ManagerMachine:
         self._drifts = Drifts(self._state, self._catch_up)
         self._recovery = LedgerRecovery(self._state)
         self._forgetting = Forgetting(self._state)
-        self._turns = Turns(self._state, self._publications, self._holdings)
+        self._deployments = Deployments(self._state)
+        self._turns = Turns(self._state, self._publications, self._holdings, self._deployments)
         self._updates = self._turns.updates
         self._late_replicas = LateReplicas(self._state, self._catch_up, self._turns)
+        self._deployments.connect(self._updates.attempts, self._late_replicas.cut_short, self._turns.waits.ended)
+        self._stored = () if commits is None else commits.deployments
         self._state.holds |= holds or {}
         self._holds = OperatorHolds(self._state, self._catch_up, self._late_replicas)
         self._sleep_wake: SleepWakeCall | None = None
@@ -122,7 +133,7 @@ class ManagerMachine:
 
     def _take(self, event: ManagerEvent, now: float) -> None:
         if not self._started:
-            self._begin()
+            self._begin(now)
         self._news = not tells_nothing(event, self._members)
         self._now = now
         match event:
@@ -152,7 +163,8 @@ class ManagerMachine:
         """The answer to GetStatus. replicas: False leaves them out, which are nearly all of the work."""
         warnings, holdings = [*self._recovery.warnings(), *self._holds.warnings()], self.blobs_in_use()
         drifts = self.drifts() if replicas else None
-        answer = status_of(self._state, self._phase(), self._software_version, warnings, holdings, drifts)
+        deployments = self._deployments.messages()
+        answer = status_of(self._state, self._phase(), self._software_version, warnings, holdings, drifts, deployments)
         answer.waiting_for.extend(name for update in self._updates.all() for name in update.course.waiting_for())
         return answer
 
@@ -183,6 +195,7 @@ class ManagerMachine:
     def _phase(self) -> str:
         sleep_wake = [] if self._sleep_wake is None else [self._sleep_wake.describe()]
         running = "; ".join([*(update.describe() for update in self._updates.all()), *sleep_wake])
+        running = "; ".join(filter(None, (running, self._deployments.describe())))
         return running or self._turns.describe() or "idle"
 
     # -- members
@@ -286,6 +299,7 @@ class ManagerMachine:
         if isinstance(member, Replica):
             self._state.versions.unregister(member.name)
             self._drifts.since.pop(member.name, None)
+            self._deployments.drop(member.name)
         member.peer = None
         self._notify_sleep_wake(member, now)
         self._updates.drop_member(member, now, alive=peer is not None)
@@ -343,6 +357,9 @@ class ManagerMachine:
         if isinstance(request, manager_pb2.ForgetLineageRequest):
             self._forgetting.join(call, request)
             return
+        if isinstance(request, manager_pb2.SteerDeploymentRequest):
+            self._deployments.join(call, request)
+            return
         finish, evicted, problem = operate(self._state, self._catch_up, call, request)
         self._state.out.append(finish)
         for member in evicted:
@@ -355,11 +372,13 @@ class ManagerMachine:
             self._sleep_wake.call = None
         self._turns.cancelled(call)
         self._updates.cancelled(call)
+        self._deployments.cancelled(call)
 
     # -- what comes next
 
-    def _begin(self) -> None:
+    def _begin(self, now: float) -> None:
         self._started = True
+        self._deployments.take_up(self._stored, now)
         self._state.spend_ahead()
         self._forgetting.look()
         if self._restarted:
@@ -376,6 +395,8 @@ class ManagerMachine:
         self._updates.next(now)
         self._recovery.look()
         self._turns.look(self._settled, self._may_begin, now)
+        self._deployments.make_way(self._turns.coming())
+        self._deployments.look(self._settled, now)
         self._late_replicas.give_way(now)
         while self._state.epoch_ready():
             if self._turns.begin(self._may_begin, now):
@@ -386,10 +407,11 @@ class ManagerMachine:
             self._updates.start(goal, now)
 
     def _may_begin(self, goal: Goal) -> bool:
-        """Whether no call to sleep or wake is in a goal's way, and the ledger is certain of what its replicas are to
-        serve."""
+        """Whether no call to sleep or wake and no deployment is in a goal's way, and the ledger is certain of what its
+        replicas are to serve."""
         awake = self._sleep_wake is None or not self._sleep_wake.meets(goal)
-        return awake and self._state.versions.is_certain((*goal.replicas, *goal.selection), goal.pool)
+        free = awake and self._deployments.lets(goal)
+        return free and self._state.versions.is_certain((*goal.replicas, *goal.selection), goal.pool)
 
     # -- timers and tasks
 
@@ -415,7 +437,9 @@ class ManagerMachine:
                 self._state.spend_ahead()
             case CommitsRetry():
                 self._recovery.read()
-            case CatchUpRetry():
+            case DeploymentCallEnd(number):
+                self._deployments.calls_over(number, now)
+            case CatchUpRetry() | DeploymentLook():
                 pass  # another look follows every event
             case _:
                 self._turns.timer(key, now)
@@ -424,10 +448,12 @@ class ManagerMachine:
         match done.key:
             case UpdateTask() as key:
                 if self._updates.done(key, done, now) and key.step is Entry.INTENT:
-                    self._state.spend_ahead()
-                    for trainer in self._forgetting.taken_over():
-                        self._goodbye(trainer, None, now)
-                    self._forgetting.prune()
+                    self._committed(now)
+            case DeploymentCommit() as key:
+                self._deployments.committed(key, done, now)
+                self._committed(now)
+            case DeploymentWrite() as key:
+                self._deployments.written(key, done)
             case PlanTask() as key:
                 self._updates.planned(key, done, now)
                 self._holdings.planned(key, done)
@@ -437,11 +463,19 @@ class ManagerMachine:
                 self._holds.written(key, done, now)
             case ForgottenWrite() as key:
                 self._forgetting.written(key, done)
-            case Correction():
+            case Correction() | ReportWrite():
                 pass
             case CommitsRead():
-                self._recovery.take_commits(done)
+                if (commits := self._recovery.take_commits(done)) is not None:
+                    self._deployments.take_up(commits.deployments, now)
             case EpochSpending():
                 self._state.spend_ended(done.problem)
             case _:
                 self._turns.done(done)
+
+    def _committed(self, now: float) -> None:
+        """Forgets what a commit has made useless."""
+        self._state.spend_ahead()
+        for trainer in self._forgetting.taken_over():
+            self._goodbye(trainer, None, now)
+        self._forgetting.prune()

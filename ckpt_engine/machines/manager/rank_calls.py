@@ -20,6 +20,7 @@ from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, invali
 from ckpt_engine.machines.events import Call
 from ckpt_engine.machines.manager.goal import Goal, QueuedGoal
 from ckpt_engine.machines.manager.publications import Publications
+from ckpt_engine.machines.manager.staging import stage
 from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.machines.manager.update_options import (
     complete,
@@ -132,7 +133,7 @@ class Gather:
             raise CkptEngineError(publication.problem)
         assert publication.published is not None
         options = self.requests[min(self.requests)].options
-        return Goal(
+        goal = Goal(
             lineage=self.lineage,
             version=self._version(),
             published=publication.published,
@@ -150,6 +151,7 @@ class Gather:
             dry_run=options.dry_run,
             adapts=all(each.adapts for each in self.requests.values()),
         )
+        return stage(self.state, goal, options)
 
     def overdue(self) -> CkptEngineError:
         """The refusal when ranks did not come in time; names them."""

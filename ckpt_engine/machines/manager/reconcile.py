@@ -36,7 +36,8 @@ class CatchUpRetry:
 
 
 ATTEMPTS_AT_ONCE = 4
-"""Late replicas of one pool that are brought up side by side; they mostly read the same relays."""
+"""Late replicas of one pool that are brought up side by side; they mostly read the same relays. Those of a deployment's
+wave are not counted: its size is how many are brought up at once."""
 
 TURN = "its turn comes when no update goes on in its pool, and fewer others are brought up there"
 
@@ -95,6 +96,7 @@ class CatchUp:
                 continue
             attempts.no_source = ""
             published, record = supply
+            deployment = self.state.deployment_of(replica.name)
             if _given_up(replica, attempts):
                 continue
             if not attempts.due(now):
@@ -106,7 +108,7 @@ class CatchUp:
                 published=published,
                 replicas=(replica.name,),
                 calls={},
-                pause_mode=manager_pb2.PAUSE_MODE_UNSPECIFIED,
+                pause_mode=manager_pb2.PAUSE_MODE_UNSPECIFIED if deployment is None else deployment.pause_mode,
                 min_replicas=None,
                 selection=frozenset(),
                 end=now + self.state.deadlines.catch_up,
@@ -265,13 +267,16 @@ class LateReplicas:
         pools = {update.goal.pool for update in updates.running if not update.goal.is_attempt}
         if self.state.ledger_problem is not None or pools.issuperset(self.state.versions.pools.values()):
             return None  # after nearly every event of an update
-        coming = [each.goal for each in self.turns.coming()]
+        coming = [each.goal for each in self.turns.turning()]
         in_progress = {update.goal.replicas[0]: update.goal.pool for update in updates.attempts()}
-        attempts = Counter(in_progress.values())
-        pools |= {pool for pool in attempts if attempts[pool] >= ATTEMPTS_AT_ONCE}
+        pooled = (pool for name, pool in in_progress.items() if self.state.deployment_of(name) is None)
+        attempts = Counter(pooled)
+        full = {pool for pool in attempts if attempts[pool] >= ATTEMPTS_AT_ONCE}
 
         def busy(replica: Replica) -> bool:
-            return replica.pool in pools or replica.name in in_progress
+            if replica.pool in pools or replica.name in in_progress:
+                return True
+            return replica.pool in full and self.state.deployment_of(replica.name) is None
 
         def free(goal: Goal) -> bool:
             return updates.lets(goal) and may(goal) and not any(map(goal.meets, coming))
@@ -282,7 +287,7 @@ class LateReplicas:
         """Cuts attempts short for updates that can begin but for them, and for updates that wait for their holders."""
         if not self.turns.updates.attempts():
             return
-        for coming in self.turns.coming():
+        for coming in self.turns.turning():
             self.cut_short(coming.goal.meets, f"{coming.description} came", now)
         blockers = self.turns.updates.in_the_way()
         for update in self.turns.updates.attempts():

@@ -31,6 +31,7 @@ from ckpt_engine.machines.events import (
     SpendEpoch,
 )
 from ckpt_engine.machines.manager.claims import Claims
+from ckpt_engine.machines.manager.deploy import Deployment
 from ckpt_engine.machines.manager.members import Member, Members
 from ckpt_engine.machines.manager.versions import Commits, Versions
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -69,6 +70,8 @@ class ManagerState:
     blames: dict[str, int] = field(default_factory=dict)  # by replica, failed collectives in a row that are its fault
     pipelines: int = 0  # how many were made
     holds: dict[str, OperatorHold] = field(default_factory=dict)  # by replica; `operators` changes them
+    # By number, those whose replicas are on the way to their target, or back; `deployments` changes them.
+    deployments: dict[int, Deployment] = field(default_factory=dict)
 
     @classmethod
     def from_ledger(
@@ -140,6 +143,10 @@ class ManagerState:
     def fence(self, epoch: int) -> Fence:
         """The fence of this cluster and epoch."""
         return Fence(self.members.cluster, epoch)
+
+    def deployment_of(self, name: str) -> Deployment | None:
+        """The deployment of which a replica is in a wave; None: there is none."""
+        return next((row for row in self.deployments.values() if name in row.in_waves), None)
 
     # -- commands
 

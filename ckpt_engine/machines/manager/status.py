@@ -40,6 +40,7 @@ def status_of(
     warnings: Sequence[str],
     holdings: Mapping[str, Sequence[manager_pb2.BlobRef]],
     drifts: Mapping[str, Drift] | None,
+    deployments: Sequence[manager_pb2.Deployment],
 ) -> manager_pb2.GetStatusResponse:
     """The answer to GetStatus: all members by name, the last sealed version, the phase, the blobs that are stored for
     each, and warnings for operators. drifts: by replica, of those that have one; None: replicas are left out."""
@@ -50,6 +51,7 @@ def status_of(
         latest=None if newest is None else newest.message(),
         software_version=software_version,
         warnings=warnings,
+        deployments=deployments,
     )
     for key in sorted(state.members.trainers):
         trainer = state.members.trainers[key]

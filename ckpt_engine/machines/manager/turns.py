@@ -18,6 +18,7 @@ from ckpt_engine.core.problems import CkptEngineError, aborted
 from ckpt_engine.machines.events import Call, Done, Key, RollbackCall, UpdateCall, WaitCall
 from ckpt_engine.machines.manager.claims import Claim
 from ckpt_engine.machines.manager.course import Phase, UpdateTask, UpdateTimer
+from ckpt_engine.machines.manager.deployments import Deployments
 from ckpt_engine.machines.manager.goal import Goal, QueuedGoal
 from ckpt_engine.machines.manager.holdings import Holdings
 from ckpt_engine.machines.manager.members import Member
@@ -178,6 +179,7 @@ class Turns:
     state: ManagerState
     publications: Publications
     holdings: Holdings
+    deployments: Deployments
 
     def __post_init__(self) -> None:
         self.updates = Updates(self.state, self._update_ended)
@@ -222,6 +224,10 @@ class Turns:
     def coming(self) -> list[QueuedGoal]:
         """The calls that are ready and have not begun, in their order."""
         return [*self.rollbacks.coming(), *self.gathers.coming()]
+
+    def turning(self) -> list[QueuedGoal]:
+        """Those of them that wait for no deployment: attempts, which carry deployments out, give way to these alone."""
+        return [each for each in self.coming() if self.deployments.lets(each.goal)]
 
     def begin(self, may: Callable[[Goal], bool], now: float) -> bool:
         """Begins the next call. Returns whether one could begin. may: whether a goal may begin, as far as its caller
@@ -276,6 +282,11 @@ class Turns:
 
     def _update_ended(self, update: Update) -> None:
         """Takes the end of an update: answers calls that wait for it, and corrects reports."""
+        if update.started is not None:
+            self.deployments.begin(update.started)
+            return
+        if update.goal.is_attempt:
+            self.deployments.take_attempt(update)
         self.waits.update_ended(update)
         if update.report is not None and update.goal.is_attempt and not update.unresolved:
             for outcome in update.report.replicas:

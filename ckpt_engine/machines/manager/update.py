@@ -25,58 +25,26 @@ from enum import Enum, auto
 from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.problems import deadline, unavailable
 from ckpt_engine.core.version import Fence, Version
-from ckpt_engine.machines.events import Compiled, CompilePlans, Done, Key, RecordOutcome
+from ckpt_engine.machines.events import Compiled, CompilePlans, Done, Key, RecordIntent, RecordOutcome
 from ckpt_engine.machines.manager.absences import Absences, CallerAbsent, MemberAbsent, Ranks
 from ckpt_engine.machines.manager.collective import UpdateCollective
 from ckpt_engine.machines.manager.course import Course, CourseTimer, Phase, PhaseEnd
+from ckpt_engine.machines.manager.deploy import Deployment
 from ckpt_engine.machines.manager.dry_run import forecast
 from ckpt_engine.machines.manager.goal import Goal
+from ckpt_engine.machines.manager.jobs import Job, Over, SealedVersion, Started
 from ckpt_engine.machines.manager.members import Holder, Member, Replica, TrainerRank
 from ckpt_engine.machines.manager.placing import RelayAbsent, RelayRetry
 from ckpt_engine.machines.manager.plan_pipeline import Failed, Planned, PlanPipeline, PlanTask, Sealing, Way
 from ckpt_engine.machines.manager.recipients import Recipients
 from ckpt_engine.machines.manager.relay_facts import led_by_lost_relays, near_relays, relay_hosts
 from ckpt_engine.machines.manager.report import build_report, tell_not_finite
+from ckpt_engine.machines.manager.staging import first_wave, take_first_wave
 from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.machines.manager.update_relays import UpdateRelays
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem
-
-
-@dataclass(frozen=True)
-class SealedVersion:
-    """The version of an update, once its root is known."""
-
-    identity: Version
-    direct: Way  # of replicas that read its sources
-    record: manager_pb2.BlobRef | None  # None: none was made, since nothing is to be cut any finer
-
-
-class Job:
-    """One part of an update's course. What a kind of job does not define does nothing."""
-
-    def send(self, now: float) -> None:
-        """Sends to all that have not answered: when the job begins, then every `resend` and when a member is back."""
-
-    def message(self, member: Member, body: object, now: float) -> None:
-        """Takes a message, which may carry another update's fence."""
-
-    def overdue(self, seconds: float, now: float) -> Job | None:
-        """Goes on without silent members, or ends, when its phase's time is up, `seconds` after the update began."""
-        return None
-
-    def advance(self, now: float) -> Job | None:
-        """Goes on as far as it can now. Returns the next job, if it is done."""
-        return None
-
-
-@dataclass(frozen=True)
-class Over(Job):
-    """How an update ended."""
-
-    refusal: Problem | None = None
-    report: manager_pb2.UpdateReport | None = None  # None: it was refused
 
 
 class Entry(Enum):
@@ -275,6 +243,10 @@ class CandidateJob(Job):
         parts.recipients.decide(fence, identity, parts.collective.replicas)
         course.state.claims.only_reads(course.number)
         course.begin(Phase.RECORDING, course.state.deadlines.ledger, now)
+        if (row := first_wave(course, identity, parts.recipients.prepared(), fence)) is not None:
+            wave, seconds = row.waves[0].replicas, course.remaining(now)
+            course.run(Entry.INTENT, RecordIntent(fence.epoch, identity, seconds, wave, row.message()))
+            return CommitJob(parts, self.version, fence, row)
         intent = course.state.versions.intent(fence.epoch, identity, course.goal, course.remaining(now))
         course.run(Entry.INTENT, intent)
         return CommitJob(parts, self.version, fence)
@@ -287,6 +259,7 @@ class CommitJob(Job):
     parts: Parts
     version: SealedVersion
     fence: Fence  # of the intent, and of all installs
+    deployment: Deployment | None = None  # that begins with this commit; None: it is for all replicas at once
 
     def written(self, done: Done, now: float) -> Job:
         """Takes the ledger's answer. Returns the next job: the installs, or the end, and then nothing has changed."""
@@ -294,6 +267,10 @@ class CommitJob(Job):
             if not done.answered:
                 self.parts.course.state.versions.doubt(self.version.identity, self.parts.goal.selection)
             return Over(done.problem)
+        if self.deployment is not None:
+            relays, version = self.parts.relays, self.version
+            outcomes = self.parts.recipients.outcomes
+            return Over(started=take_first_wave(self.parts.course, self.deployment, version, outcomes, relays, now))
         install = InstallJob(self.parts, self.version, self.fence, now)
         install.begin(now)
         return install
@@ -484,6 +461,7 @@ class Update:
         self._job: Job = SealJob(self._parts)
         self.report: manager_pb2.UpdateReport | None = None  # once every replica has an outcome
         self.refusal: Problem | None = None  # why it was refused, if it was
+        self.started: Started | None = None  # the deployment that goes on without it
 
     # -- for the manager's machine
 
@@ -530,6 +508,8 @@ class Update:
 
     def under_way(self) -> tuple[list[str], Version | None]:
         """The replicas without an outcome, and the version, from the intent on: it writes to them, or is about to."""
+        if isinstance(self._job, CommitJob) and self._job.deployment is not None:
+            return list(self._job.deployment.in_waves), self._job.version.identity
         if isinstance(self._job, CommitJob | InstallJob) and self.phase is not Phase.REPORTING:
             return self._parts.recipients.waiting_for(), self._job.version.identity
         return [], None
@@ -671,6 +651,7 @@ class Update:
         if not isinstance(job, Over):
             return
         self.refusal, self.report = job.refusal, None if self.goal.dry_run else job.report
+        self.started = job.started
         if job.refusal is not None:
             self.course.refuse(job.refusal)
         elif job.report is not None:

@@ -16,6 +16,7 @@ from ckpt_engine.core.names import check_pool, in_pool
 from ckpt_engine.core.pausing import check_pause_mode
 from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.machines.manager.absences import not_there
+from ckpt_engine.machines.manager.deploy import check_options
 from ckpt_engine.machines.manager.members import Members
 from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.machines.manager.versions import everybody
@@ -31,6 +32,7 @@ def complete(options: manager_pb2.UpdateOptions) -> manager_pb2.UpdateOptions:
     for what, value, known in (
         ("prefetch", options.prefetch, manager_pb2.Prefetch.values()),
         ("until", options.until, manager_pb2.Until.values()),
+        ("newer", options.newer, manager_pb2.Newer.values()),
     ):
         if value not in known:
             raise invalid(f"this manager does not know {what} {value}; bring manager and caller to one version")
@@ -45,6 +47,7 @@ def complete(options: manager_pb2.UpdateOptions) -> manager_pb2.UpdateOptions:
     completed.replicas[:] = sorted(set(options.replicas))
     if (completed.prefetch, completed.until) == (manager_pb2.PREFETCH_NEVER, manager_pb2.UNTIL_HELD):
         raise invalid("until='held' waits for relays to hold the version, and prefetch='never' fills none")
+    check_options(completed)
     return completed
 
 

@@ -50,6 +50,7 @@ class Commits:
     until: int = 0  # epoch of the last intent, also of one that carried out an older commit; later ones may be spent
     last: tuple[Commit, ...] = ()  # the newest one of each lineage
     desired: Mapping[str, Commit] = field(default_factory=dict)  # by replica, or by `everybody` in a pool
+    deployments: tuple[manager_pb2.Deployment, ...] = ()  # those that are undecided
 
 
 @dataclass
@@ -74,6 +75,7 @@ class Versions:
     highest: dict[str, Version] = field(default_factory=dict)  # by lineage, with the highest number
     roots: dict[tuple[str, int], bytes] = field(default_factory=dict)  # of what was committed, by lineage and number
     doubtful: frozenset[str] = frozenset()  # keys of `desired` with a newest commit that is unknown
+    staged: frozenset[Version] = frozenset()  # bases and targets of deployments, of which the contents are kept
     revision: int = 0  # rises when what replicas are to serve changes, except for one that says hello
 
     @classmethod
@@ -193,6 +195,34 @@ class Versions:
             self._overwritten(identity)
         self._forget_superseded()
 
+    def stage(self, *identities: Version) -> None:
+        """Keeps the contents of these versions, and of no others for a deployment."""
+        self.staged = frozenset(identities)
+        for identity in identities:
+            self.contents.setdefault(identity, Content(identity))
+            self.take_number(identity)
+            self.remember(identity)
+        self._forget_superseded()
+
+    def begin_staged(self, identity: Version, goal: Goal, record: manager_pb2.BlobRef | None) -> None:
+        """Takes a version that ranks have sealed, and that a deployment is about to commit in waves."""
+        self.contents[identity] = Content(identity, goal.published, record)
+        self.staged |= {identity} if goal.staging is None else {identity, goal.staging.base}
+        self._overwritten(identity)
+
+    def select(self, commit: Commit, selection: Iterable[str], is_last: bool) -> None:
+        """Takes a commit of a deployment. is_last: it decides the deployment, so that it is the lineage's last."""
+        self.remember(commit.identity)
+        self.revision += 1
+        self.desired |= dict.fromkeys(selection, commit)
+        if is_last:
+            self.last[commit.identity.lineage] = commit
+        self._forget_superseded()
+
+    def keep_last(self, base: Commit) -> None:
+        """Takes the base of an undecided deployment as its lineage's last commit: the waves after it decide nothing."""
+        self.last[base.identity.lineage] = base
+
     def sealed_anew(self, lineage: str) -> None:
         """Notes that the ranks of a lineage are told to seal what they have now."""
         for content in self.contents.values():
@@ -262,7 +292,8 @@ class Versions:
         """The versions that a replica is to serve or a newcomer would be, and those that lineages committed last.
         registered: the names of all replicas."""
         keys = (key for key in self.desired if key in registered or key == self._everybody_with(key))
-        return {self.desired[key].identity for key in keys} | {commit.identity for commit in self.last.values()}
+        last = {commit.identity for commit in self.last.values()}
+        return {self.desired[key].identity for key in keys} | last | self.staged
 
     def _overwritten(self, identity: Version) -> None:
         """Notes that the ranks of a lineage have this version now: others of it can be read from files only."""
@@ -276,7 +307,7 @@ class Versions:
         """Forgets commits that no longer apply to any replica, and the contents of their versions."""
         for key in [key for key, commit in self.desired.items() if self.commit_of(key) != commit]:
             del self.desired[key]
-        in_use = {commit.identity for commit in (*self.desired.values(), *self.last.values())}
+        in_use = {commit.identity for commit in (*self.desired.values(), *self.last.values())} | self.staged
         self.contents = {identity: content for identity, content in self.contents.items() if identity in in_use}
 
     def _everybody_with(self, name: str) -> str:

@@ -65,14 +65,14 @@ class Waits:
             check_seconds("a timeout", request.timeout_seconds)
         version = request.lineage, request.version
         report = self.reports.get(version)
-        if report is not None and _to(running, version) is None:
+        if report is not None and not self._running(running, version):
             self.state.out.append(FinishCall(call, response=report))
             return
         self.numbers += 1
         seconds = request.timeout_seconds or self.state.deadlines.update
         waiting = self.waiting[self.numbers] = Waiting(call, version, seconds)
         self.state.set_timer(WaitEnd(self.numbers), seconds)
-        if _to(running, version) is None:
+        if not self._running(running, version):
             waiting.searching = True
             self.state.run(ReportSearch(self.numbers), FindReport(*version, self.state.deadlines.ledger))
 
@@ -85,15 +85,20 @@ class Waits:
         """Answers the calls that wait for an update that has ended."""
         if update.goal.is_attempt or update.goal.dry_run:
             return
-        version = update.goal.lineage, update.goal.version
-        if update.report is not None:
+        self.ended((update.goal.lineage, update.goal.version), update.refusal, update.report)
+
+    def ended(
+        self, version: VersionNumber, refusal: weights_pb2.Problem | None, report: manager_pb2.UpdateReport | None
+    ) -> None:
+        """Answers the calls that wait for an update, or a deployment, to this version."""
+        if report is not None:
             self.reports.pop(version, None)
-            self.reports[version] = update.report
+            self.reports[version] = report
             while len(self.reports) > REMEMBERED:
                 del self.reports[next(iter(self.reports))]
         for number, waiting in list(self.waiting.items()):
             if waiting.version == version and not waiting.searching:
-                self._finish(number, FinishCall(waiting.call, update.refusal, update.report))
+                self._finish(number, FinishCall(waiting.call, refusal, report))
 
     def found(self, number: int, done: Done, running: Sequence[Update]) -> None:
         """Takes the ledger's answer about a call's version."""
@@ -101,7 +106,7 @@ class Waits:
         if waiting is None:
             return
         waiting.searching = False
-        if _to(running, waiting.version) is not None:
+        if self._running(running, waiting.version):
             return  # it began meanwhile
         report, problem = self.reports.get(waiting.version), done.problem
         if report is None and problem is None:
@@ -114,10 +119,19 @@ class Waits:
         """Refuses a call when its time has ended."""
         waiting = self.waiting.get(number)
         if waiting is not None:
-            update = _to(running, waiting.version)
-            what = "the ledger is asked" if update is None else update.describe()
+            what = self._running(running, waiting.version) or "the ledger is asked"
             problem = deadline(f"after {waiting.seconds:g} s it goes on: {what}").problem
             self._finish(number, FinishCall(waiting.call, problem))
+
+    def _running(self, running: Sequence[Update], version: VersionNumber) -> str:
+        """The running update or deployment to this version, for people; empty: there is none."""
+        orders = ((update, update.goal) for update in running if not (update.goal.is_attempt or update.goal.dry_run))
+        update = next((each for each, goal in orders if (goal.lineage, goal.version) == version), None)
+        if update is not None:
+            return update.describe()
+        rows = self.state.deployments.items()
+        numbers = (number for number, row in rows if (row.target.lineage, row.target.number) == version)
+        return next((f"deployment {number}: see `ckpt-engine deploy status`" for number in numbers), "")
 
     def _finish(self, number: int, finish: FinishCall) -> None:
         self.state.out.append(finish)
@@ -126,12 +140,6 @@ class Waits:
     def _end(self, number: int) -> None:
         del self.waiting[number]
         self.state.cancel_timer(WaitEnd(number))
-
-
-def _to(running: Sequence[Update], version: VersionNumber) -> Update | None:
-    """The running update to this version; None: there is none."""
-    orders = ((update, update.goal) for update in running if not (update.goal.is_attempt or update.goal.dry_run))
-    return next((each for each, goal in orders if (goal.lineage, goal.version) == version), None)
 
 
 def _ended_early(version: VersionNumber, epoch: int | None) -> weights_pb2.Problem:

@@ -1,0 +1,238 @@
+"""Staged deployments as stories: which replicas serve what in each wave, what a person decides, and what a manager that
+was killed goes on with."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckpt_engine.v1 import manager_pb2
+from tests.simulation.story import NEW, OLD, Problem, Story, outcomes, refused
+from tests.simulation.training import Group
+
+Action = manager_pb2.SteerDeploymentRequest
+Row = manager_pb2.Deployment
+
+
+@pytest.fixture
+def story() -> Story:
+    return Story()
+
+
+def begun(story: Story, replicas: int = 4) -> Group:
+    """Ranks with relays that hold the version which so many replicas serve."""
+    for _ in range(replicas):
+        story.replica()
+    story.relay()
+    group = story.ranks()
+    assert story.update(group, prefetch=manager_pb2.PREFETCH_ALWAYS).ok
+    return group
+
+
+def serve(story: Story) -> list[int]:
+    """The number that each replica holds, by name."""
+    held = (None if agent.engine is None else story.held_by(agent) for _, agent in sorted(story.agents.items()))
+    return [-1 if identity is None else identity.version for identity in held]
+
+
+def test_rolling_brings_one_wave_after_the_other(story: Story) -> None:
+    group = begun(story)
+    group.train()
+    result = story.call(group.trainers[0], strategy="rolling", wave_replicas=2, timeout_seconds=60.0)
+    while not result:
+        story.wait(0.01)
+        assert serve(story).count(-1) <= 2, "more than a wave does not serve"
+    report = result[0]
+    assert report.ok, report
+    assert report.deployment.state == Row.STATE_DEPLOYED
+    assert [len(wave.replicas) for wave in report.deployment.waves] == [2, 2]
+    assert serve(story) == [1, 1, 1, 1]
+    late = story.replica()
+    story.wait(5.0)
+    assert story.held_by(late) == report.identity, "a newcomer gets what was decided"
+
+
+def test_a_canary_waits_for_a_person(story: Story) -> None:
+    group = begun(story)
+    group.train()
+    result = story.call(group.trainers[0], strategy="canary", timeout_seconds=60.0)
+    story.wait(10.0)
+    assert not result
+    assert sorted(serve(story)) == [0, 0, 0, 1]
+    late = story.replica()
+    story.wait(10.0)
+    held = story.held_by(late)
+    assert held is not None
+    assert held.version == 0, "a newcomer outside of the wave gets the base"
+    (row,) = story.deployments
+    assert row.state == Row.STATE_UNDECIDED
+    assert "deploy approve" in row.waits_for
+    assert story.deploy(Action.ACTION_APPROVE).approved == 1
+    story.wait(10.0)
+    assert result[0].ok
+    assert set(outcomes(result[0]).values()) == {NEW}
+    assert serve(story) == [1] * 5
+
+
+def test_a_person_undoes_a_canary(story: Story) -> None:
+    group = begun(story)
+    group.train()
+    result = story.call(group.trainers[0], strategy="canary", wave_replicas=2)
+    story.wait(10.0)
+    assert sorted(serve(story)) == [0, 0, 1, 1]
+    story.deploy(Action.ACTION_UNDO, reason="it babbles")
+    story.wait(10.0)
+    assert serve(story) == [0] * 4
+    report = result[0]
+    assert not report.ok
+    assert report.deployment.state == Row.STATE_UNDONE
+    assert "it babbles" in report.deployment.reason
+    assert set(outcomes(report).values()) == {OLD}
+    refused(story.deploy(Action.ACTION_APPROVE, report.deployment.number), Problem.FAILED_PRECONDITION, "it babbles")
+    assert story.trained(group).identity.version == 2, "an undone number stays used"
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.2, 0.5, 1.0, 5.0])
+def test_a_manager_that_is_killed_goes_on_with_its_wave(story: Story, moment: float) -> None:
+    group = begun(story)
+    group.train()
+    story.call(group.trainers[0], strategy="canary", wave_replicas=2)
+    story.until(lambda: story.deployments, 20.0)
+    story.wait(moment)
+    story.restart_manager()
+    story.wait(10.0)
+    assert sorted(serve(story)) == [0, 0, 1, 1]
+    (row,) = story.deployments
+    assert row.state == Row.STATE_UNDECIDED
+    story.deploy(Action.ACTION_APPROVE)
+    story.restart_manager()
+    story.wait(10.0)
+    assert serve(story) == [1] * 4
+    assert [each.state for each in story.ledger.deployments.values()] == [Row.STATE_DEPLOYED]
+
+
+def test_a_condition_of_time(story: Story) -> None:
+    group = begun(story)
+    group.train()
+    conditions = [manager_pb2.DeployCondition(name="time", value=8.0)]
+    result = story.call(group.trainers[0], strategy="canary", conditions=conditions, timeout_seconds=60.0)
+    story.until(lambda: 1 in serve(story), 20.0)
+    story.wait(6.0)
+    assert sorted(serve(story)) == [0, 0, 0, 1]
+    story.restart_manager()
+    story.wait(4.0)
+    assert sorted(serve(story)) == [0, 0, 0, 1], "the time begins again with another manager"
+    story.wait(8.0)
+    assert serve(story) == [1] * 4
+    assert isinstance(result[0], Problem), "the call ended with its manager"
+
+
+def test_paused_it_begins_no_wave(story: Story) -> None:
+    group = begun(story)
+    group.train()
+    result = story.call(group.trainers[0], strategy="rolling", timeout_seconds=60.0)
+    story.until(lambda: story.deployments)
+    assert story.deploy(Action.ACTION_PAUSE).paused
+    story.wait(5.0)
+    served = serve(story)
+    assert 0 in served
+    story.restart_manager()
+    assert serve(story) == served, "also with another manager"
+    assert "a person has paused it" in story.deployments[0].waits_for
+    story.deploy(Action.ACTION_RESUME)
+    story.wait(10.0)
+    assert serve(story) == [1] * 4
+    assert isinstance(result[0], Problem)
+
+
+def test_the_next_version_supersedes_it(story: Story) -> None:
+    group = begun(story)
+    group.train()
+    first = story.call(group.trainers[0], strategy="canary", until=manager_pb2.UNTIL_FIRST_WAVE, timeout_seconds=60.0)
+    story.wait(10.0)
+    assert first[0].deployment.state == Row.STATE_UNDECIDED
+    assert sorted(serve(story)) == [0, 0, 0, 1]
+    report = story.trained(group, seconds=10.0)
+    assert report.ok
+    assert report.identity.version == 2
+    assert serve(story) == [2] * 4
+    assert [each.state for each in story.ledger.deployments.values()] == [Row.STATE_UNDONE]
+
+
+def test_the_next_version_waits_if_that_is_wanted(story: Story) -> None:
+    group = begun(story)
+    group.train()
+    story.call(
+        group.trainers[0],
+        strategy="canary",
+        until=manager_pb2.UNTIL_FIRST_WAVE,
+        newer=manager_pb2.NEWER_WAIT,
+        timeout_seconds=60.0,
+    )
+    story.wait(10.0)
+    group.train()
+    result = story.call(group.trainers[0])
+    story.wait(5.0)
+    assert not result
+    story.deploy(Action.ACTION_APPROVE)
+    story.wait(10.0)
+    assert result[0].ok
+    assert serve(story) == [2] * 4
+    assert [each.state for each in story.ledger.deployments.values()] == [Row.STATE_DEPLOYED]
+
+
+def test_without_a_way_back_it_is_refused(story: Story) -> None:
+    for _ in range(2):
+        story.replica()
+    group = story.ranks()
+    assert story.update(group).ok
+    refused(
+        story.trained(group, strategy="rolling"), Problem.FAILED_PRECONDITION, "must be able to bring replicas back"
+    )
+    assert serve(story) == [0, 0]
+
+
+def test_a_first_version_is_brought_to_all_at_once(story: Story) -> None:
+    for _ in range(2):
+        story.replica()
+    story.relay()
+    group = story.ranks()
+    report = story.update(group, strategy="canary")
+    assert report.ok
+    assert not report.HasField("deployment")
+    assert story.trained(group, strategy="rolling", timeout_seconds=60.0).ok, "relays hold what is gone back to"
+
+
+@pytest.mark.parametrize("strategy", ["rolling", "canary", "all_or_none"])
+def test_an_engine_that_fails_brings_the_others_back(story: Story, strategy: str) -> None:
+    group = begun(story)
+    group.train()
+    result = story.call(group.trainers[0], strategy=strategy, wave_replicas=0, timeout_seconds=30.0)
+    story.until(lambda: -1 in serve(story), 20.0)
+    index = serve(story).index(-1)
+    name = sorted(story.agents)[index]
+    engine = story.agents[name].engine
+    assert engine is not None
+    engine.kill()
+    story.agents[name].engine_died()
+    story.wait(45.0)
+    assert not result[0].ok
+    assert result[0].deployment.state == Row.STATE_UNDONE
+    assert set(serve(story)) <= {0, -1}
+    story.start_engine(story.agents[name])
+    story.wait(20.0)
+    assert serve(story) == [0] * 4, "a restart gets the base"
+
+
+def test_options_that_contradict_each_other_are_refused(story: Story) -> None:
+    group = begun(story, 1)
+    time = [manager_pb2.DeployCondition(name="time", value=1.0)]
+    weather = [manager_pb2.DeployCondition(name="weather")]
+    for wishes, words in (
+        ({"wave_replicas": 2}, "give a strategy too"),
+        ({"strategy": "all_or_none", "conditions": time}, "has one wave, so it has no condition"),
+        ({"strategy": "slowly"}, "none of all, rolling, canary, all_or_none"),
+        ({"strategy": "rolling", "wave_share": 1.5}, "a share of them between 0 and 1"),
+        ({"strategy": "canary", "conditions": weather}, "condition 'weather' is none of time, person"),
+    ):
+        refused(story.trained(group, **wishes), Problem.INVALID_ARGUMENT, words)
+    refused(story.deploy(Action.ACTION_UNDO), Problem.NOT_FOUND, "undecided are: none")
