@@ -69,6 +69,7 @@ ENDED_OTHERWISE = {
     ): "it brings in pieces, looks between them whether it was stopped, and asks its agent with a deadline",
     ("ckpt_engine/copy/staging.py", "fills[number].result()"): "it copies, and waits for nothing",
     ("ckpt_engine/demo/play.py", "asyncio.Event().wait()"): "it shows the page until it is interrupted, and says so",
+    ("ckpt_engine/manager/standby.py", "stop.wait()"): "waited for with a timeout around it",
     ("ckpt_engine/demo/stage.py", "self._lines.get()"): "waited for with a timeout beside the process",
     ("ckpt_engine/demo/stage.py", "reading.result()"): "it is done",
 }

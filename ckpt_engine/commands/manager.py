@@ -35,8 +35,12 @@ def manager(
         str, _option("HTTP", "Where status, metrics and the API page are, host:port. Empty: nowhere.")
     ] = "127.0.0.1:8080",
     ledger: Annotated[
-        Path | None,
-        _option("LEDGER", "The ledger file. Default: ckpt-engine/ledger.sqlite3 below the XDG state directory."),
+        str | None,
+        _option(
+            "LEDGER",
+            "The ledger: a file, or postgresql://USER@HOST/DATABASE, which several managers share. Default: "
+            "ckpt-engine/ledger.sqlite3 below the XDG state directory.",
+        ),
     ] = None,
     cluster: Annotated[
         str,
@@ -75,8 +79,9 @@ def manager(
     """Run the manager, which trainers and replicas connect to.
 
     Weights never pass through it. Start it once, before everything else. After a crash start it again on the same
-    ledger: all members reconnect by themselves.
+    ledger: all members reconnect by themselves. Of several on one PostgreSQL ledger one leads, the others stand by.
     """
+    from ckpt_engine.manager.ledger_database import is_database
     from ckpt_engine.manager.service import ManagerConfig
     from ckpt_engine.security.server import ServerSecurity
 
@@ -86,7 +91,7 @@ def manager(
     config = ManagerConfig(
         listen=listen,
         http=http,
-        ledger=ledger,
+        ledger=ledger if ledger is None or is_database(ledger) else Path(ledger),
         cluster=cluster,
         advertise=advertise,
         http_names=tuple(http_name or ()),
@@ -103,12 +108,11 @@ def manager(
 
 
 async def _serve(config: ManagerConfig) -> None:
-    from ckpt_engine.manager.service import ManagerServer
+    from ckpt_engine.manager.standby import run_manager
 
     end_loading()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with ManagerServer(config) as server:
-        await server.serve(stop)
+    await run_manager(config, stop)

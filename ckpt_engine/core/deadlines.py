@@ -78,7 +78,10 @@ class Deadlines:
     hello: float = 10.0  # a new stream's first message
     write: float = 20.0  # a peer's taking a message once the connection's buffers are full
     last_tasks: float = 2.0  # storing what just ended, while the manager stops
-    ledger_busy: float = 5.0  # another process's hold on the ledger's file
+    # Another process's hold on the ledger's file, or one transaction of a ledger in a database, which may be away.
+    ledger_busy: float = 5.0
+    # A manager that shares its ledger leads for so long after it has renewed its term last; then another one may.
+    term: float = 6.0
     start: float = 60.0  # starting a `running_manager`, or a process that publishes a directory
 
     # -- a trainer's process

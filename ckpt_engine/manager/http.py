@@ -115,6 +115,16 @@ def _add_looks(app: FastAPI, manager: HttpSource) -> None:
         return await answer(health)
 
     @app.get(
+        "/readyz",
+        tags=["watch"],
+        summary="The manager leads",
+        description="Needs no token. 503 from a manager that stands by, which names the leader.",
+        **describes(manager_pb2.Health),
+    )
+    async def readyz() -> Response:
+        return await healthz()
+
+    @app.get(
         "/v1/status",
         tags=["look"],
         summary="All members, what each replica serves and is to serve, and what goes on",

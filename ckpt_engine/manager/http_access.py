@@ -18,10 +18,10 @@ from ckpt_engine.manager.browsers import READING, check_host, check_origin, name
 from ckpt_engine.manager.errors import problem_document
 from ckpt_engine.manager.http_page import FILES
 
-PROBED = frozenset({"/healthz", "/metrics"})
+PROBED = frozenset({"/healthz", "/readyz", "/metrics"})
 """Routes of probes and of Prometheus, which use whatever name their configuration has."""
 
-OPEN = frozenset({"/healthz", *FILES})
+OPEN = frozenset({"/healthz", "/readyz", *FILES})
 """Routes that need no token: for probes, which have none, and for the page, which holds no facts."""
 
 CALLER = "ckpt_engine.caller"

@@ -1,16 +1,15 @@
 """What must survive a manager: the cluster's id, the spent epochs, what was about to happen and what happened.
 
-An SQLite file (WAL, ``synchronous=FULL``, mode 0600) that one manager holds alone for its whole life. It stores
-intents, reports, which version each replica should serve, which replicas operators hold, and staged deployments. What
-replicas do serve is never stored: only the workers know that. All statements run on one thread of the ledger's own, in
-the order of the calls, so the event loop never waits for a disk.
+It decides which statements make each of these durable, in tables in an SQLite file that one manager holds
+(`ledger_file.py`), or in a PostgreSQL database that several share (`ledger_database.py`). It does not decide which
+manager may write: the store does, in every transaction.
+
+It stores intents, reports, which version each replica should serve, which replicas operators hold, and staged
+deployments. What replicas do serve is never stored: only the workers know that. All statements run on one thread of the
+ledger's own, in the order of the calls, so the event loop never waits for a disk.
 
 Its size is bounded: it keeps the newest ``KEPT_REPORTS`` reports with their intents. Of older ones it keeps the last
 intent of each lineage and every commit that is still some replica's newest.
-
-A lock can be lost (a network file system, a replaced file), so it is not the only guard. Each opening increments the
-file's generation, and every write requires its own generation and the file that it opened. A manager that was overtaken
-fails at its next write and begins nothing more.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sqlite3
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +28,8 @@ from ckpt_engine.core.problems import precondition
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Found, OperatorHold
 from ckpt_engine.machines.manager.versions import Commit, Commits
-from ckpt_engine.manager.ledger_file import prepare, take_lock, unusable
+from ckpt_engine.manager.ledger_file import FileStore
+from ckpt_engine.manager.ledger_store import Statements, Store
 from ckpt_engine.v1 import manager_pb2
 
 LAST_NAMED = 4
@@ -70,33 +69,22 @@ class Ledger:
     """An open ledger. ``cluster`` and ``epoch`` are as they were when it was opened.
 
     Every method may be awaited from any event loop. Each raises FAILED_PRECONDITION, with the system's error, when the
-    file cannot be read or written. When a method returns, its effect is on the disk.
+    tables cannot be read or written. When a method returns, its effect is on the disk.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        connection: sqlite3.Connection,
-        lock: int,
-        thread: ThreadPoolExecutor,
-        kept_reports: int,
-        fresh: bool,
-    ) -> None:
-        """fresh: the file was just created."""
-        self.path = path
-        self.fresh = fresh
-        self._kept_reports = kept_reports
-        self._file = _file_at(path)
-        self._connection = connection
-        self._lock = lock
+    def __init__(self, store: Store, thread: ThreadPoolExecutor, kept_reports: int = KEPT_REPORTS) -> None:
+        """Made on the ledger's thread. kept_reports: see the module."""
+        self.name = store.name
+        self.fresh = store.fresh
         self.written: Callable[[int], object] = lambda epoch: None
         """Called on the loop with the epoch of each stored report."""
+        self._kept_reports = kept_reports
+        self._store = store
         self._thread = thread
         self.cluster: str
         self.epoch: int
-        self._generation: int
-        facts = connection.execute("SELECT id, epoch, generation FROM cluster").fetchone()
-        self.cluster, self.epoch, self._generation = facts
+        self.cluster, self.epoch = store.read(lambda run: run.execute("SELECT id, epoch FROM cluster").fetchone())
+        self._highest_spent = self.epoch
 
     @classmethod
     async def open(
@@ -106,8 +94,8 @@ class Ledger:
         cluster: str = "",
         kept_reports: int = KEPT_REPORTS,
     ) -> Ledger:
-        """Opens the ledger, creating it if needed, and locks it until ``close``. path: its file, in a directory that
-        exists; None: the `default_path`, with its directory created.
+        """Opens the ledger in a file, creating it if needed, and locks it until ``close``. path: its file, in a
+        directory that exists; None: the `default_path`, with its directory created.
 
         busy_seconds: how long another process, such as a backup, may hold the file at each step. cluster: the id of a
         new ledger, in place of one that was lost; empty: a random one. kept_reports: see the module.
@@ -116,23 +104,30 @@ class Ledger:
         or to another cluster than the named one, if its directory does not exist, or if it cannot be written.
         """
         where = path or default_path()
+        return await cls.of(lambda: FileStore(where, busy_seconds, cluster, is_explicit=path is not None), kept_reports)
+
+    @classmethod
+    async def of(cls, make: Callable[[], Store], kept_reports: int = KEPT_REPORTS) -> Ledger:
+        """Opens the ledger in a store. make: makes the store on the ledger's thread, and may raise CkptEngineError."""
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
+
+        def opened() -> Ledger:
+            store = make()
+            try:
+                return cls(store, thread, kept_reports)
+            except BaseException:
+                store.close()
+                raise
+
         try:
-            return await asyncio.get_running_loop().run_in_executor(
-                thread, _open, where, thread, busy_seconds, cluster, kept_reports, path is not None
-            )
+            return await asyncio.get_running_loop().run_in_executor(thread, opened)
         except BaseException:
             thread.shutdown(wait=False)
             raise
 
     async def spend_epoch(self, epoch: int) -> None:
         """Ensures that no manager on this ledger ever uses an epoch up to this one again."""
-
-        def statements() -> None:
-            with self._connection:
-                self._spend(epoch)
-
-        await self._run(statements)
+        await self._write(epoch, lambda run: None)
 
     async def record_intent(
         self,
@@ -146,133 +141,117 @@ class Ledger:
         Also raises FAILED_PRECONDITION, storing nothing, if the lineage has used the number for another root.
         """
 
-        def statements() -> None:
-            with self._connection:
-                self._spend(epoch)
-                self._take_number(identity)
-                self._connection.execute(
-                    "INSERT OR REPLACE INTO intents VALUES (?, ?, ?, ?, ?, ?, ?)",
-                    (
-                        *(epoch, identity.lineage, identity.number, identity.root),
-                        *(time.time(), json.dumps(selection), not selection),
-                    ),
+        def statements(run: Statements) -> None:
+            self._take_number(run, identity)
+            run.execute(
+                "INSERT INTO intents (epoch, lineage, version, root, time, selection, late) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (epoch) DO UPDATE SET lineage = excluded.lineage, "
+                "version = excluded.version, root = excluded.root, time = excluded.time, "
+                "selection = excluded.selection, late = excluded.late",
+                (
+                    *(epoch, identity.lineage, identity.number, identity.root),
+                    *(time.time(), json.dumps(selection), int(not selection)),
+                ),
+            )
+            for replica in selection:
+                run.execute(
+                    "INSERT INTO meant (replica, epoch, lineage) VALUES (?, ?, ?) "
+                    "ON CONFLICT (replica) DO UPDATE SET epoch = excluded.epoch, lineage = excluded.lineage",
+                    (replica, epoch, identity.lineage),
                 )
-                self._connection.executemany(
-                    "INSERT OR REPLACE INTO meant VALUES (?, ?, ?)",
-                    [(replica, epoch, identity.lineage) for replica in selection],
-                )
-                if deployment is not None:
-                    self._store(deployment)
+            if deployment is not None:
+                _store(run, deployment)
 
-        await self._run(statements)
+        await self._write(epoch, statements)
 
     async def record_deployment(self, row: manager_pb2.Deployment) -> None:
         """Stores the row of a deployment, in place of the one that it had."""
 
-        def statements() -> None:
-            with self._connection:
-                self._spend(0)
-                self._store(row)
-
-        await self._run(statements)
-
-    def _store(self, row: manager_pb2.Deployment) -> None:
-        undecided = row.state == manager_pb2.Deployment.STATE_UNDECIDED
-        values = row.number, undecided, row.SerializeToString(deterministic=True)
-        self._connection.execute("INSERT OR REPLACE INTO deployments VALUES (?, ?, ?)", values)
+        await self._write(0, lambda run: _store(run, row))
 
     async def record_outcome(self, report: manager_pb2.UpdateReport) -> None:
         """Stores a report under its fence's epoch; a later report of the same epoch replaces it."""
         epoch, data = report.fence.epoch, report.SerializeToString(deterministic=True)
 
-        def statements() -> None:
-            with self._connection:
-                self._spend(epoch)
-                self._connection.execute("INSERT OR REPLACE INTO outcomes VALUES (?, ?, ?)", (epoch, data, time.time()))
-                self._forget_old()
+        def statements(run: Statements) -> None:
+            run.execute(
+                "INSERT INTO outcomes (epoch, report, time) VALUES (?, ?, ?) "
+                "ON CONFLICT (epoch) DO UPDATE SET report = excluded.report, time = excluded.time",
+                (epoch, data, time.time()),
+            )
+            self._forget_old(run)
 
-        await self._run(statements)
+        await self._write(epoch, statements)
         self.written(epoch)
 
     async def record_hold(self, replica: str, reason: str) -> OperatorHold:
         """Stores that an operator holds a replica. A replica that is already held keeps its time and gets this
         reason."""
 
-        def statements() -> OperatorHold:
-            with self._connection:
-                self._spend(0)
-                self._connection.execute(
-                    "INSERT INTO holds VALUES (?, ?, ?) ON CONFLICT (replica) DO UPDATE SET reason = excluded.reason",
-                    (replica, time.time(), reason),
-                )
-                row = self._connection.execute("SELECT since, reason FROM holds WHERE replica = ?", (replica,))
-                return OperatorHold(*row.fetchone())
+        def statements(run: Statements) -> OperatorHold:
+            run.execute(
+                "INSERT INTO holds (replica, since, reason) VALUES (?, ?, ?) "
+                "ON CONFLICT (replica) DO UPDATE SET reason = excluded.reason",
+                (replica, time.time(), reason),
+            )
+            return OperatorHold(
+                *run.execute("SELECT since, reason FROM holds WHERE replica = ?", (replica,)).fetchone()
+            )
 
-        return await self._run(statements)
+        return await self._write(0, statements)
 
     async def record_release(self, replica: str) -> None:
         """Stores that no operator holds a replica any more."""
-
-        def statements() -> None:
-            with self._connection:
-                self._spend(0)
-                self._connection.execute("DELETE FROM holds WHERE replica = ?", (replica,))
-
-        await self._run(statements)
+        await self._write(0, lambda run: run.execute("DELETE FROM holds WHERE replica = ?", (replica,)))
 
     async def record_forgotten(self, lineage: str, epoch: int) -> None:
         """Stores that intents of a lineage up to this epoch no longer say what replicas should serve. Their numbers
         stay taken, and their reports are kept like others."""
-
-        def statements() -> None:
-            with self._connection:
-                self._spend(0)
-                self._connection.execute("DELETE FROM meant WHERE lineage = ? AND epoch <= ?", (lineage, epoch))
-
-        await self._run(statements)
+        forget = "DELETE FROM meant WHERE lineage = ? AND epoch <= ?"
+        await self._write(0, lambda run: run.execute(forget, (lineage, epoch)))
 
     async def holds(self) -> dict[str, OperatorHold]:
         """The replicas that operators hold, by name."""
-        rows = await self._run(lambda: self._connection.execute("SELECT replica, since, reason FROM holds").fetchall())
+        rows = await self._read(lambda run: run.execute("SELECT replica, since, reason FROM holds").fetchall())
         return {replica: OperatorHold(since, reason) for replica, since, reason in rows}
 
     async def commits(self) -> Commits:
         """The commits that are some replica's newest, the last one of each lineage, and undecided deployments."""
 
-        def statements() -> Commits:
-            rows = self._connection.execute(
+        def statements(run: Statements) -> Commits:
+            rows = run.execute(
                 "SELECT epoch, lineage, version, root, selection FROM intents "
                 "WHERE epoch IN (SELECT epoch FROM meant) "
-                "OR epoch IN (SELECT coalesce(max(CASE WHEN late THEN NULL ELSE epoch END), max(epoch)) "
+                "OR epoch IN (SELECT coalesce(max(CASE WHEN late = 0 THEN epoch END), max(epoch)) "
                 "FROM intents GROUP BY lineage) ORDER BY epoch"
             ).fetchall()
             found = {row[0]: Commit(row[0], Version(*row[1:4])) for row in rows}
             last = {commit.identity.lineage: commit for commit in found.values()}
             selections = {row[1]: json.loads(row[4]) for row in rows}
             desired = {}
-            for replica, epoch, lineage in self._connection.execute("SELECT replica, epoch, lineage FROM meant"):
+            for replica, epoch, lineage in run.execute("SELECT replica, epoch, lineage FROM meant").fetchall():
                 if epoch in found:
                     desired[replica] = found[epoch]
                 elif replica in selections.get(lineage, ()):  # in a ledger from before all commits were kept
                     desired[replica] = last[lineage]
-            (until,) = self._connection.execute("SELECT coalesce(max(epoch), 0) FROM intents").fetchone()
-            stored = self._connection.execute("SELECT row FROM deployments WHERE undecided ORDER BY number").fetchall()
-            deployments = tuple(manager_pb2.Deployment.FromString(row) for (row,) in stored)
+            (until,) = run.execute("SELECT coalesce(max(epoch), 0) FROM intents").fetchone()
+            stored = run.execute("SELECT row FROM deployments WHERE undecided <> 0 ORDER BY number").fetchall()
+            deployments = tuple(manager_pb2.Deployment.FromString(bytes(row)) for (row,) in stored)
             return Commits(until, tuple(last.values()), desired, deployments)
 
-        return await self._run(statements)
+        return await self._read(statements)
 
     async def highest(self) -> list[Version]:
         """The version with the highest number of each lineage."""
-        rows = await self._run(
-            lambda: self._connection.execute("SELECT lineage, version, root FROM highest ORDER BY lineage").fetchall()
+        rows = await self._read(
+            lambda run: run.execute("SELECT lineage, version, root FROM highest ORDER BY lineage").fetchall()
         )
         return [Version(lineage, number, root) for lineage, number, root in rows]
 
     async def identities(self) -> list[Version]:
         """Every version with a stored intent, the one that was installed longest ago first."""
-        rows = await self._run(
-            lambda: self._connection.execute(
+        rows = await self._read(
+            lambda run: run.execute(
                 "SELECT lineage, version, root FROM intents GROUP BY lineage, version, root ORDER BY max(epoch)"
             ).fetchall()
         )
@@ -282,20 +261,20 @@ class Ledger:
         """How the last update to a version ended, and the versions of the lineage's last updates. Late replicas'
         catch-ups do not count."""
 
-        def statements() -> tuple[tuple[int, bytes | None] | None, list[tuple[int]]]:
-            found = self._connection.execute(
+        def statements(run: Statements) -> tuple[tuple[int, bytes | None] | None, list[tuple[int]]]:
+            found = run.execute(
                 "SELECT i.epoch, o.report FROM intents i LEFT JOIN outcomes o ON o.epoch = i.epoch "
-                "WHERE NOT i.late AND i.lineage = ? AND i.version = ? ORDER BY i.epoch DESC LIMIT 1",
+                "WHERE i.late = 0 AND i.lineage = ? AND i.version = ? ORDER BY i.epoch DESC LIMIT 1",
                 (lineage, version),
             ).fetchone()
-            last = self._connection.execute(
-                "SELECT version FROM intents WHERE NOT late AND lineage = ? "
+            last = run.execute(
+                "SELECT version FROM intents WHERE late = 0 AND lineage = ? "
                 "GROUP BY version ORDER BY max(epoch) DESC LIMIT ?",
                 (lineage, LAST_NAMED),
             ).fetchall()
             return found, last
 
-        found, last = await self._run(statements)
+        found, last = await self._read(statements)
         epoch, report = (None, None) if found is None else found
         last_report = None if report is None else manager_pb2.UpdateReport.FromString(report)
         return Found(epoch, last_report, tuple(number for (number,) in last))
@@ -312,59 +291,41 @@ class Ledger:
         return records[0] if records else None
 
     async def close(self) -> None:
-        """Finishes pending calls, closes the file and unlocks it."""
-
-        def statements() -> None:
-            self._connection.close()
-            os.close(self._lock)
-
-        await self._run(statements)
+        """Finishes pending calls, and closes and unlocks the tables."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._store.close)
         self._thread.shutdown(wait=False)
 
-    def _spend(self, epoch: int) -> None:
-        """Spends epochs up to this one. Runs on the ledger's thread, first in every writing transaction. Raises
-        FAILED_PRECONDITION if this manager was overtaken."""
-        if _file_at(self.path) != self._file:
-            raise precondition(
-                f"the ledger {self.path} was removed or another file was put in its place while this manager ran: "
-                "restart the manager"
-            )
-        written = self._connection.execute(
-            "UPDATE cluster SET epoch = max(epoch, ?) WHERE generation = ?", (epoch, self._generation)
-        )
-        if written.rowcount != 1:
-            raise precondition(f"another manager has taken the ledger {self.path} over: stop one of the two")
-
-    def _take_number(self, identity: Version) -> None:
+    def _take_number(self, run: Statements, identity: Version) -> None:
         """Stores the highest number of the lineage, which outlives its intents. Raises FAILED_PRECONDITION if the
         number is known with another root."""
         key = (identity.lineage, identity.number)
-        other = self._connection.execute(
-            "SELECT root FROM (SELECT lineage, version, root FROM intents UNION SELECT * FROM highest) "
+        other = run.execute(
+            "SELECT root FROM (SELECT lineage, version, root FROM intents "
+            "UNION SELECT lineage, version, root FROM highest) AS known "
             "WHERE lineage = ? AND version = ? AND root != ?",
             (*key, identity.root),
         ).fetchone()
         if other is not None:
             raise precondition(
                 f"version {identity.number} of lineage {identity.lineage!r} has the root {other[0].hex()[:12]} in the "
-                f"ledger {self.path}, and not {identity.root.hex()[:12]}: take a higher version"
+                f"ledger {self.name}, and not {identity.root.hex()[:12]}: take a higher version"
             )
-        self._connection.execute(
-            "INSERT INTO highest VALUES (?, ?, ?) ON CONFLICT (lineage) DO UPDATE "
-            "SET version = excluded.version, root = excluded.root WHERE excluded.version > version",
+        run.execute(
+            "INSERT INTO highest (lineage, version, root) VALUES (?, ?, ?) ON CONFLICT (lineage) DO UPDATE "
+            "SET version = excluded.version, root = excluded.root WHERE excluded.version > highest.version",
             (*key, identity.root),
         )
 
-    def _forget_old(self) -> None:
+    def _forget_old(self, run: Statements) -> None:
         """Deletes the oldest reports beyond the limit, and their intents, except the last intent of a lineage and
         commits that are some replica's newest."""
-        oldest = self._connection.execute(
+        oldest = run.execute(
             "SELECT epoch FROM outcomes ORDER BY epoch DESC LIMIT 1 OFFSET ?", (self._kept_reports,)
         ).fetchone()
         if oldest is not None:
-            self._connection.execute("DELETE FROM outcomes WHERE epoch <= ?", oldest)
-            self._connection.execute("DELETE FROM deployments WHERE number <= ? AND NOT undecided", oldest)
-            self._connection.execute(
+            run.execute("DELETE FROM outcomes WHERE epoch <= ?", oldest)
+            run.execute("DELETE FROM deployments WHERE number <= ? AND undecided = 0", oldest)
+            run.execute(
                 "DELETE FROM intents WHERE epoch <= ? "
                 "AND epoch NOT IN (SELECT max(epoch) FROM intents GROUP BY lineage, late) "
                 "AND epoch NOT IN (SELECT epoch FROM meant)",
@@ -372,13 +333,13 @@ class Ledger:
             )
 
     async def _records(self, where: str, value: int, limit: int, without: Collection[int] = ()) -> list[Record]:
-        left_out = json.dumps(list(without))
-        rows = await self._run(
-            lambda: self._connection.execute(
+        left_out = ", ".join("?" * len(without)) or "NULL"
+        rows = await self._read(
+            lambda run: run.execute(
                 "SELECT i.epoch, i.lineage, i.version, i.root, i.time, "
-                "CASE WHEN i.epoch IN (SELECT value FROM json_each(?)) THEN NULL ELSE o.report END "
+                f"CASE WHEN i.epoch IN ({left_out}) THEN NULL ELSE o.report END "
                 f"FROM intents i LEFT JOIN outcomes o ON o.epoch = i.epoch {where} ORDER BY i.epoch DESC LIMIT ?",
-                (left_out, value, limit),
+                (*without, value, limit),
             ).fetchall()
         )
         return [
@@ -391,57 +352,38 @@ class Ledger:
             for epoch, lineage, number, root, moment, report in rows
         ]
 
-    async def _run(self, statements: Callable[[], T]) -> T:
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, statements)
-        except sqlite3.Error as error:
-            raise unusable(self.path, error) from error
+    async def _read(self, statements: Callable[[Statements], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._store.read, statements)
+
+    async def _write(self, epoch: int, statements: Callable[[Statements], T]) -> T:
+        """Runs statements, and spends epochs up to this one, in one transaction. Raises FAILED_PRECONDITION, changing
+        nothing, if the tables have lost an epoch that this ledger has spent: a former state of them was put back, or a
+        replica of the database took over that had not received all of it."""
+
+        def all_of_it(run: Statements) -> T:
+            (stored,) = run.execute("SELECT epoch FROM cluster").fetchone()
+            if stored < self._highest_spent:
+                raise precondition(
+                    f"the ledger {self.name} was rolled back while this manager ran: it had spent epoch "
+                    f"{self._highest_spent} and knows of {stored} only. Restart the manager, which goes on above what "
+                    "members have seen"
+                )
+            if stored < epoch:
+                run.execute("UPDATE cluster SET epoch = ?", (epoch,))
+            return statements(run)
+
+        def written() -> T:
+            result = self._store.write(all_of_it)
+            self._highest_spent = max(self._highest_spent, epoch)
+            return result
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, written)
 
 
-def _file_at(path: Path) -> tuple[int, int] | None:
-    """The device and inode of a file; None: it does not exist."""
-    try:
-        facts = os.stat(path)
-    except OSError:
-        return None
-    return facts.st_dev, facts.st_ino
-
-
-def _check_parent(path: Path) -> None:
-    """Raises FAILED_PRECONDITION unless the directory exists. A missing one is more often a typing mistake than the
-    place for a new ledger, which would leave the existing ledger behind, with the cluster and all numbers."""
-    if not path.parent.is_dir():
-        raise precondition(
-            f"the ledger {path} cannot be made: there is no directory {path.parent}. Correct --ledger, or make the "
-            "directory if this is the first start"
-        )
-
-
-def _open(
-    path: Path, thread: ThreadPoolExecutor, busy_seconds: float, cluster: str, kept_reports: int, is_explicit: bool
-) -> Ledger:
-    """Opens the file. Runs on the ledger's thread, since a connection belongs to the thread that made it."""
-    path = path.expanduser().resolve()  # two names of one ledger must meet at one lock
-    try:
-        if is_explicit:
-            _check_parent(path)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = take_lock(path)
-    except OSError as error:
-        raise unusable(path, error) from error
-    try:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-        os.chmod(path, 0o600)
-        connection = sqlite3.connect(path, timeout=busy_seconds)
-        try:
-            fresh = prepare(path, connection, cluster)
-            return Ledger(path, connection, lock, thread, kept_reports, fresh)
-        except BaseException:
-            connection.close()
-            raise
-    except (OSError, sqlite3.Error) as error:
-        os.close(lock)
-        raise unusable(path, error) from error
-    except BaseException:
-        os.close(lock)
-        raise
+def _store(run: Statements, row: manager_pb2.Deployment) -> None:
+    undecided = int(row.state == manager_pb2.Deployment.STATE_UNDECIDED)
+    run.execute(
+        "INSERT INTO deployments (number, undecided, row) VALUES (?, ?, ?) "
+        "ON CONFLICT (number) DO UPDATE SET undecided = excluded.undecided, row = excluded.row",
+        (row.number, undecided, row.SerializeToString(deterministic=True)),
+    )

@@ -1,4 +1,12 @@
-"""The ledger's file: its lock, its schema, and the migrations from older schemas."""
+"""The ledger's tables in an SQLite file (WAL, ``synchronous=FULL``, mode 0600), which one manager holds alone.
+
+Decides who holds the file, and which schema it has: `FileStore` takes its lock and migrates older schemas. It does not
+decide what is stored.
+
+A lock can be lost (a network file system, a replaced file), so it is not the only guard. Each opening increments the
+file's generation, and every write requires its own generation and the file that it opened. A manager that was overtaken
+fails at its next write and begins nothing more.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +15,18 @@ import os
 import sqlite3
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from ckpt_engine.core.problems import CkptEngineError, precondition
 from ckpt_engine.host.owned import unwritable
+from ckpt_engine.manager.ledger_store import Statements
 
 SCHEMA_VERSION = 8
 APPLICATION_ID = 0x636B7074  # "ckpt", so that `file` and we recognise it
+
+T = TypeVar("T")
 
 _MEANT = "CREATE TABLE meant (replica TEXT PRIMARY KEY, epoch INTEGER NOT NULL, lineage TEXT NOT NULL) STRICT;"
 _HIGHEST = "CREATE TABLE highest (lineage TEXT PRIMARY KEY, version INTEGER NOT NULL, root BLOB NOT NULL) STRICT;"
@@ -50,6 +63,74 @@ _MIGRATIONS = {
 """The script from each schema to the next one."""
 
 
+class FileStore:
+    """The open file. Made and used on one thread, since a connection belongs to the thread that made it."""
+
+    def __init__(self, path: Path, busy_seconds: float, cluster: str, *, is_explicit: bool) -> None:
+        """As `Ledger.open`. is_explicit: the user has named the path, so its directory must exist."""
+        path = path.expanduser().resolve()  # two names of one ledger must meet at one lock
+        self.name = str(path)
+        self._path = path
+        try:
+            if is_explicit:
+                _check_parent(path)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = take_lock(path)
+        except OSError as error:
+            raise unusable(path, error) from error
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            os.chmod(path, 0o600)
+            self.connection = sqlite3.connect(path, timeout=busy_seconds)
+            try:
+                self.fresh = prepare(path, self.connection, cluster)
+                (self._generation,) = self.connection.execute("SELECT generation FROM cluster").fetchone()
+                self._file = _file_at(path)
+            except BaseException:
+                self.connection.close()
+                raise
+        except (OSError, sqlite3.Error) as error:
+            os.close(self._lock)
+            raise unusable(path, error) from error
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def read(self, statements: Callable[[Statements], T]) -> T:
+        """As `Store.read`."""
+        try:
+            return statements(self.connection)
+        except sqlite3.Error as error:
+            raise unusable(self._path, error) from error
+
+    def write(self, statements: Callable[[Statements], T]) -> T:
+        """As `Store.write`."""
+        try:
+            with self.connection:
+                self._check_holder()
+                return statements(self.connection)
+        except sqlite3.Error as error:
+            raise unusable(self._path, error) from error
+
+    def close(self) -> None:
+        """Closes the file and unlocks it."""
+        self.connection.close()
+        os.close(self._lock)
+
+    def _check_holder(self) -> None:
+        """Takes the file for writing. Raises FAILED_PRECONDITION if this manager was overtaken."""
+        if _file_at(self._path) != self._file:
+            raise precondition(
+                f"the ledger {self._path} was removed or another file was put in its place while this manager ran: "
+                "restart the manager"
+            )
+        held = self.connection.execute(
+            "UPDATE cluster SET generation = generation WHERE generation = ?", (self._generation,)
+        )
+        if held.rowcount != 1:
+            raise precondition(f"another manager has taken the ledger {self._path} over: stop one of the two")
+
+
 def take_lock(path: Path) -> int:
     """Locks a file beside the ledger: SQLite drops its own locks when any other descriptor of the file is closed."""
     lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -64,6 +145,25 @@ def take_lock(path: Path) -> int:
     os.ftruncate(lock, 0)
     os.pwrite(lock, str(os.getpid()).encode("ascii"), 0)
     return lock
+
+
+def _file_at(path: Path) -> tuple[int, int] | None:
+    """The device and inode of a file; None: it does not exist."""
+    try:
+        facts = os.stat(path)
+    except OSError:
+        return None
+    return facts.st_dev, facts.st_ino
+
+
+def _check_parent(path: Path) -> None:
+    """Raises FAILED_PRECONDITION unless the directory exists. A missing one is more often a typing mistake than the
+    place for a new ledger, which would leave the existing ledger behind, with the cluster and all numbers."""
+    if not path.parent.is_dir():
+        raise precondition(
+            f"the ledger {path} cannot be made: there is no directory {path.parent}. Correct --ledger, or make the "
+            "directory if this is the first start"
+        )
 
 
 def prepare(path: Path, connection: sqlite3.Connection, cluster: str) -> bool:
@@ -93,7 +193,7 @@ def prepare(path: Path, connection: sqlite3.Connection, cluster: str) -> bool:
         connection.executescript(
             f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA application_id = {APPLICATION_ID}; "
             f"PRAGMA user_version = {SCHEMA_VERSION}; "
-            f"INSERT INTO cluster (id, made, epoch) VALUES ('{_cluster_id(cluster)}', {time.time()}, 0); COMMIT;"
+            f"INSERT INTO cluster (id, made, epoch) VALUES ('{cluster_id(cluster)}', {time.time()}, 0); COMMIT;"
         )
     elif version < SCHEMA_VERSION:
         steps = " ".join(_MIGRATIONS[older] for older in range(version, SCHEMA_VERSION))
@@ -103,7 +203,7 @@ def prepare(path: Path, connection: sqlite3.Connection, cluster: str) -> bool:
     return fresh
 
 
-def _cluster_id(cluster: str) -> str:
+def cluster_id(cluster: str) -> str:
     """Checks the id of a new cluster; empty: makes one. It goes into the schema's script, so it must be a UUID."""
     try:
         return str(uuid.UUID(cluster)) if cluster else str(uuid.uuid4())

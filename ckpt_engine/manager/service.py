@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, cast
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+from starlette.types import ASGIApp
 
 from ckpt_engine.addresses import (
     MANAGER,
@@ -49,6 +51,7 @@ from ckpt_engine.manager.http import build_app
 from ckpt_engine.manager.http_access import HttpAccess
 from ckpt_engine.manager.http_operate import OperatorRequest, OperatorResponse
 from ckpt_engine.manager.ledger import Ledger
+from ckpt_engine.manager.ledger_database import is_database
 from ckpt_engine.manager.metrics import ManagerMetrics
 from ckpt_engine.manager.publishers import Publishers
 from ckpt_engine.manager.reflection import CommentedReflection
@@ -56,6 +59,7 @@ from ckpt_engine.manager.refusals import Refusals
 from ckpt_engine.manager.servicer import ManagerServicer, add_to
 from ckpt_engine.manager.shell import Shell
 from ckpt_engine.manager.tasks import Tasks
+from ckpt_engine.manager.term import Term
 from ckpt_engine.publishing.roots import checked_roots
 from ckpt_engine.security.server import ServerSecurity
 from ckpt_engine.v1 import manager_pb2
@@ -79,7 +83,8 @@ class ManagerConfig:
     """host:port of the gRPC server; port 0 takes a free one. An address that other machines reach is refused unless
     `security` asks callers for a proof, or says that none is needed."""
     http: str = "127.0.0.1:8080"  # host:port of the HTTP side; empty: none
-    ledger: Path | None = None  # its file; None: `ledger.default_path()`
+    ledger: Path | str | None = field(default=None, repr=False)
+    """Its file, or the address of a database (postgresql://…), which has secrets; None: `ledger.default_path()`."""
     cluster: str = ""  # the id of a new ledger, in place of one that was lost; empty: a random id
     advertise: str = ""
     """The address that members on other hosts should use, for people. Without a port it gets that of `listen`; empty:
@@ -96,7 +101,7 @@ class ManagerConfig:
 
 
 class ManagerServer:
-    """One manager. Use it on one event loop: ``async with ManagerServer(config) as server``.
+    """One manager that leads. Use it on one event loop: ``async with ManagerServer(config) as server``.
 
     After ``start``: ``address`` (gRPC, host:port as bound), ``http_address`` (empty without an HTTP side), ``ledger``,
     ``metrics`` and ``status()``.
@@ -107,8 +112,10 @@ class ManagerServer:
     ledger: Ledger
     metrics: ManagerMetrics
 
-    def __init__(self, config: ManagerConfig) -> None:
+    def __init__(self, config: ManagerConfig, term: Term | None = None) -> None:
+        """term: that this manager has in the ledger that it shares; None: its ledger is a file of its own."""
         self.config = config
+        self._term = term
         self._undo = contextlib.AsyncExitStack()
         self._stopping = False
 
@@ -167,12 +174,7 @@ class ManagerServer:
     @property
     def dialled(self) -> str:
         """Where members on other hosts dial."""
-        bound: str = getattr(self, "address", self.config.listen)
-        return self._advertised(split_address(bound)[1]) or bound
-
-    def _advertised(self, port: int) -> str:
-        """The configured address for other hosts; empty: none was configured. Raises INVALID_ARGUMENT."""
-        return with_port(self.config.advertise, port, "--advertise") if self.config.advertise else ""
+        return dialled(self.config, getattr(self, "address", self.config.listen))
 
     def watched(self) -> Watched:
         """The state that WatchReplicas sends."""
@@ -188,9 +190,11 @@ class ManagerServer:
         return cast(OperatorResponse, response)
 
     async def serve(self, stop_event: asyncio.Event) -> None:
-        """Serves until ``ended`` is set; stop the manager then. Raises CkptEngineError (INTERNAL) once its state
-        machine has failed: all callers have got the error, nothing more is done, and the manager must be restarted."""
-        waits = [asyncio.ensure_future(event.wait()) for event in (stop_event, self._shell.failed)]
+        """Serves until ``stop_event`` is set, or its term is lost; stop the manager then. Raises CkptEngineError
+        (INTERNAL) once its state machine has failed: all callers have got the error, nothing more is done, and the
+        manager must be restarted."""
+        ends = [stop_event, self._shell.failed, *([self._term.lost] if self._term is not None else [])]
+        waits = [asyncio.ensure_future(event.wait()) for event in ends]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -201,19 +205,12 @@ class ManagerServer:
 
     async def _start(self) -> None:
         config = self.config
-        config.security.check()
+        check_config(config)
         self._access = Access(config.security)
-        for option, address in {"--listen": config.listen, "--http": config.http}.items():
-            if address or option == "--listen":
-                check_reach(
-                    split_address(address, option)[0],
-                    authenticates=config.security.authenticates,
-                    insecure=config.security.insecure,
-                )
         self._public_names = checked_names(config.http_names)
-        if advertised := self._advertised(split_address(config.listen)[1]):
-            self._public_names.append(host_of(advertised))
-        self.ledger = await Ledger.open(config.ledger, config.deadlines.ledger_busy, config.cluster)
+        if config.advertise:
+            self._public_names.append(host_of(dialled(config)))
+        self.ledger = await self._open_ledger()
         self._undo.push_async_callback(self.ledger.close)
         blobs = BlobStore(config.max_blob_bytes, config.max_total_bytes)
         self.metrics = ManagerMetrics(self.status, blobs)
@@ -232,7 +229,7 @@ class ManagerServer:
             await self.ledger.identities(),
             await self.ledger.holds(),
         )
-        self._shell = Shell(machine, tasks, blobs, self.metrics)
+        self._shell = Shell(machine, tasks, blobs, self.metrics, self._leads)
         publishers = Publishers(checked_roots(config.directories), config.deadlines)
         self._undo.push_async_callback(publishers.stop)
         self._publishers = publishers
@@ -250,7 +247,7 @@ class ManagerServer:
             "manager started grpc=%s http=%s ledger=%s cluster=%s epoch=%d",
             self.dialled,
             self.http_address or "none",
-            self.ledger.path,
+            self.ledger.name,
             self.ledger.cluster,
             self.ledger.epoch,
         )
@@ -258,13 +255,25 @@ class ManagerServer:
             log.info(
                 "ledger=%s is new: this manager knows of no version and no update before. If it had a ledger, stop it "
                 "and name that one with --ledger",
-                self.ledger.path,
+                self.ledger.name,
             )
+
+    async def _open_ledger(self) -> Ledger:
+        ledger = self.config.ledger
+        if self._term is not None:
+            return await self._term.ledger()
+        assert not is_database(ledger), "a manager on a database needs a term: standby.run_manager"
+        path = None if ledger is None else Path(ledger)
+        return await Ledger.open(path, self.config.deadlines.ledger_busy, self.config.cluster)
+
+    def _leads(self) -> bool:
+        """Whether this manager may decide anything, at this moment."""
+        return self._term is None or self._term.held
 
     async def _start_own(self, servicer: ManagerServicer, address: str) -> None:
         """Serves the manager's own processes, which need no proof of identity: only its user can enter the
         directory."""
-        server = grpc.aio.server(options=_server_options(self.config.deadlines))
+        server = grpc.aio.server(options=server_options(self.config.deadlines))
         add_to(server, servicer)
         server.add_insecure_port(address)
         await server.start()
@@ -274,22 +283,14 @@ class ManagerServer:
         """Starts the gRPC server. servicers: all that `stop` must stop; the last one is served here."""
         host, _ = split_address(self.config.listen)
         door = ServiceDoor(self._access, SERVICES)
-        check_free(self.config.listen)
         quiet_loop()
-        server = grpc.aio.server(interceptors=(door,), options=_server_options(self.config.deadlines))
+        server = grpc.aio.server(interceptors=(door,), options=server_options(self.config.deadlines))
         add_to(server, servicers[-1])
         healthy = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the package fills it in at run time
         health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
         described = CommentedReflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME))
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(described, server)
-        try:
-            credentials = self.config.security.credentials()
-            if credentials is None:
-                port = server.add_insecure_port(self.config.listen)
-            else:
-                port = server.add_secure_port(self.config.listen, credentials)
-        except RuntimeError as error:
-            raise unavailable(f"cannot listen on {self.config.listen}: {error}") from error
+        port = add_port(server, self.config)
         await server.start()
         for name in ("", *SERVICES):
             await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -302,35 +303,83 @@ class ManagerServer:
         for servicer in servicers:
             servicer.stop()
         await healthy.enter_graceful_shutdown()
-        if not await self._shell.quiet(self.config.stop_seconds):
+        ending = stopping()
+        if not self._leads():
+            ending = unavailable("this manager's term has ended: another one leads, or will in a moment")
+        elif not await self._shell.quiet(self.config.stop_seconds):
             log.warning("an update still ran after %g s: its callers are told UNAVAILABLE", self.config.stop_seconds)
-        await self._shell.stop(stopping().problem, self.config.deadlines.last_tasks)
+        await self._shell.stop(ending.problem, self.config.deadlines.last_tasks)
         await server.stop(1.0)
         log.info("manager stopped")
 
     async def _start_http(self) -> str:
-        host, port = split_address(self.config.http)
-        try:
-            bound = bound_socket(host, port)
-            bound.listen()
-        except OSError as error:
-            raise unavailable(
-                f"cannot listen on {self.config.http} for HTTP: {error.strerror}; end what listens there, or name "
-                "another port (--http; empty: no HTTP)"
-            ) from error
+        host, _ = split_address(self.config.http)
+        bound = listen_http(self.config.http)
         application = HttpAccess(build_app(self), self._access, is_loopback(host), self._public_names)
-        server = HttpServer(application, self.config.security)
-        running = asyncio.ensure_future(server.serve(sockets=[bound]))
-
-        async def end() -> None:
-            server.should_exit = True
-            await running
-
-        self._undo.push_async_callback(end)
+        await self._undo.enter_async_context(serving_http(application, bound, self.config.security))
         return join_address(host, bound.getsockname()[1])
 
 
-def _server_options(deadlines: Deadlines) -> list[tuple[str, int]]:
+def check_config(config: ManagerConfig) -> None:
+    """Raises INVALID_ARGUMENT for addresses that are none, or that would be served without a proof of identity."""
+    config.security.check()
+    for option, address in {"--listen": config.listen, "--http": config.http}.items():
+        if address or option == "--listen":
+            check_reach(
+                split_address(address, option)[0],
+                authenticates=config.security.authenticates,
+                insecure=config.security.insecure,
+            )
+    dialled(config)
+
+
+def dialled(config: ManagerConfig, bound: str = "") -> str:
+    """Where members on other hosts dial. bound: the address that is listened on, if it is not that of the
+    configuration. Raises INVALID_ARGUMENT."""
+    bound = bound or config.listen
+    if not config.advertise:
+        return bound
+    return with_port(config.advertise, split_address(bound)[1], "--advertise")
+
+
+def add_port(server: grpc.aio.Server, config: ManagerConfig) -> int:
+    """Has a server listen where the configuration says. Returns the port. Raises UNAVAILABLE."""
+    check_free(config.listen)
+    try:
+        credentials = config.security.credentials()
+        if credentials is None:
+            return server.add_insecure_port(config.listen)
+        return server.add_secure_port(config.listen, credentials)
+    except RuntimeError as error:
+        raise unavailable(f"cannot listen on {config.listen}: {error}") from error
+
+
+def listen_http(address: str) -> socket.socket:
+    """A socket that listens there for HTTP. Raises UNAVAILABLE."""
+    try:
+        bound = bound_socket(*split_address(address))
+        bound.listen()
+    except OSError as error:
+        raise unavailable(
+            f"cannot listen on {address} for HTTP: {error.strerror}; end what listens there, or name "
+            "another port (--http; empty: no HTTP)"
+        ) from error
+    return bound
+
+
+@contextlib.asynccontextmanager
+async def serving_http(application: ASGIApp, bound: socket.socket, security: ServerSecurity) -> AsyncIterator[None]:
+    """Serves an application on a socket."""
+    server = HttpServer(application, security)
+    running = asyncio.ensure_future(server.serve(sockets=[bound]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await running
+
+
+def server_options(deadlines: Deadlines) -> list[tuple[str, int]]:
     """Limits incoming messages, detects silent connections within a lease, and allows one server a port."""
     return [
         ("grpc.max_receive_message_length", RECEIVED_MESSAGE_BYTES),

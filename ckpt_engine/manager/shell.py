@@ -53,10 +53,18 @@ class _Session:
 class Shell:
     """Runs the manager's machine: turns streams and calls into its events, and its commands into messages and tasks."""
 
-    def __init__(self, machine: ManagerMachine, tasks: Tasks, blobs: BlobStore, metrics: ManagerMetrics) -> None:
+    def __init__(
+        self,
+        machine: ManagerMachine,
+        tasks: Tasks,
+        blobs: BlobStore,
+        metrics: ManagerMetrics,
+        leads: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """leads: whether this manager may decide anything now. Once it may not, nothing reaches the machine."""
         self.failed = asyncio.Event()  # set once the machine has raised an exception; the shell then does nothing more
         self._machine = machine
-        self._loop = Loop("manager", machine, self._perform, tasks.run, self._fail, self._handled)
+        self._loop = Loop("manager", machine, self._perform, tasks.run, self._fail, self._handled, leads)
         self._blobs = blobs
         self._metrics = metrics
         self._sessions: dict[Peer, _Session] = {}

@@ -37,6 +37,7 @@ class Loop:
     run: carries out a task: one Done, in time; see tasks.py. None: the machine has no tasks.
     failed: called once with the event and the problem (INTERNAL), after the machine or a command has raised.
     handled: called with each event after its commands were carried out; None: not needed.
+    may: asked before each event whether the machine may decide anything; once it may not, events are dropped.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Loop:
         run: Callable[[Key, Task], Awaitable[Done]] | None,
         failed: Callable[[object, weights_pb2.Problem], None],
         handled: Callable[[object, Sequence[Any]], None] | None = None,
+        may: Callable[[], bool] = lambda: True,
     ) -> None:
         self.problem: weights_pb2.Problem | None = None
         """Why the machine does not go on; None: it does."""
@@ -56,6 +58,7 @@ class Loop:
         self._run = run
         self._failed = failed
         self._handled = handled
+        self._may = may
         self._inbox: deque[object] = deque()
         self._handling = False
         self._stopped = False
@@ -65,9 +68,9 @@ class Loop:
     def feed(self, event: object) -> None:
         """Feeds one event to the machine and carries out its commands; events that come meanwhile wait their turn.
 
-        Never raises. Nothing happens after `problem` is set, or after `stop`.
+        Never raises. Nothing happens after `problem` is set, after `stop`, or once the machine may not decide.
         """
-        if self._stopped:
+        if self._stopped or not self._may():
             return
         self._inbox.append(event)
         if self._handling:

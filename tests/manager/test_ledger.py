@@ -7,7 +7,9 @@ import shutil
 import sqlite3
 import stat
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -19,7 +21,48 @@ from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.machines.manager.versions import EVERYBODY, Commit, Commits
 from ckpt_engine.manager.ledger import Ledger, default_path
 from ckpt_engine.manager.ledger_file import APPLICATION_ID, SCHEMA_VERSION
+from ckpt_engine.manager.term import Term
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+
+
+class Place(Protocol):
+    """Where a test's ledger is. `open` opens it, also again once it was closed."""
+
+    async def open(self, kept_reports: int = 1000) -> Ledger: ...
+
+
+class InFile:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    async def open(self, kept_reports: int = 1000) -> Ledger:
+        return await Ledger.open(self._path, kept_reports=kept_reports)
+
+
+class InDatabase:
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self.term: Term | None = None
+
+    async def open(self, kept_reports: int = 1000) -> Ledger:
+        if self.term is not None:
+            await self.term.release()
+            await self.term.close()
+        self.term = Term(self._address, 60.0, 10.0)
+        await self.term.prepare("")
+        assert await self.term.take("127.0.0.1:1") is None
+        return await self.term.ledger(kept_reports)
+
+
+@pytest.fixture(params=["file", "database"])
+async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Place]:
+    if request.param == "file":
+        yield InFile(tmp_path / "ledger.sqlite3")
+        return
+    found = InDatabase(request.getfixturevalue("postgresql").new_database())
+    yield found
+    if found.term is not None:
+        await found.term.close()
 
 
 def identity(version: int, lineage: str = "run") -> Version:
@@ -79,7 +122,7 @@ async def test_a_directory_that_is_not_there_is_no_place_for_a_ledger(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     for fresh in (True, False):
         ledger = await Ledger.open()
-        assert (ledger.path, ledger.fresh) == (default_path(), fresh)
+        assert (ledger.name, ledger.fresh) == (str(default_path()), fresh)
         await ledger.close()
 
 
@@ -94,8 +137,8 @@ async def test_a_second_holder_is_refused_and_told_who_holds_it(tmp_path: Path) 
     await (await Ledger.open(path)).close()
 
 
-async def test_history_is_paged_newest_first(tmp_path: Path) -> None:
-    ledger = await Ledger.open(tmp_path / "ledger.sqlite3")
+async def test_history_is_paged_newest_first(place: Place) -> None:
+    ledger = await place.open()
     for epoch in range(1, 6):
         await ledger.record_intent(epoch, identity(epoch))
         if epoch != 3:
@@ -111,8 +154,8 @@ async def test_history_is_paged_newest_first(tmp_path: Path) -> None:
     await ledger.close()
 
 
-async def test_each_lineage_keeps_its_last_intent(tmp_path: Path) -> None:
-    ledger = await Ledger.open(tmp_path / "ledger.sqlite3")
+async def test_each_lineage_keeps_its_last_intent(place: Place) -> None:
+    ledger = await place.open()
     await ledger.record_intent(1, identity(1, "a"))
     await ledger.record_intent(2, identity(8, "b"))
     await ledger.record_intent(3, identity(2, "a"))
@@ -169,8 +212,8 @@ def test_the_file_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert default_path() == tmp_path / "ckpt-engine" / "ledger.sqlite3"
 
 
-async def test_its_size_is_bounded_and_lineages_keep_their_last_intent(tmp_path: Path) -> None:
-    ledger = await Ledger.open(tmp_path / "ledger.sqlite3", kept_reports=10)
+async def test_its_size_is_bounded_and_lineages_keep_their_last_intent(place: Place) -> None:
+    ledger = await place.open(kept_reports=10)
     await ledger.record_intent(1, identity(1, "first"))
     for epoch in range(2, 60):
         await ledger.record_intent(epoch, identity(epoch))
@@ -288,15 +331,14 @@ async def test_a_ledger_of_schema_6_holds_nothing_and_can(tmp_path: Path) -> Non
     await again.close()
 
 
-async def test_what_operators_hold_outlives_the_manager(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite3"
-    ledger = await Ledger.open(path)
+async def test_what_operators_hold_outlives_the_manager(place: Place) -> None:
+    ledger = await place.open()
     first = await ledger.record_hold("a", "")
     second = await ledger.record_hold("a", "it's odd")
     other = await ledger.record_hold("b", "")
     assert (second.since, second.reason) == (first.since, "it's odd")
     await ledger.close()
-    again = await Ledger.open(path)
+    again = await place.open()
     assert await again.holds() == {"a": second, "b": other}
     await again.record_release("a")
     await again.record_release("unknown")
@@ -316,16 +358,15 @@ async def test_a_manager_that_was_overtaken_holds_nothing(tmp_path: Path) -> Non
     await ledger.close()
 
 
-async def test_a_number_never_gets_another_root_and_the_highest_outlives_its_intent(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite3"
-    ledger = await Ledger.open(path, kept_reports=1)
+async def test_a_number_never_gets_another_root_and_the_highest_outlives_its_intent(place: Place) -> None:
+    ledger = await place.open(kept_reports=1)
     await ledger.record_intent(1, identity(5))
     await ledger.record_intent(2, identity(4))  # a machine that goes back on purpose: the highest number stays
     for epoch in range(3, 6):
         await ledger.record_intent(epoch, identity(1, "other"))
         await ledger.record_outcome(report_of(epoch))
     await ledger.close()
-    again = await Ledger.open(path)
+    again = await place.open()
     assert [record.identity.number for record in await again.history() if record.identity.lineage == "run"] == [4]
     assert await again.highest() == [identity(1, "other"), identity(5)]
     for version in (4, 5):
@@ -336,9 +377,9 @@ async def test_a_number_never_gets_another_root_and_the_highest_outlives_its_int
     await again.close()
 
 
-async def test_it_keeps_every_commit_that_some_replica_is_to_serve(tmp_path: Path) -> None:
+async def test_it_keeps_every_commit_that_some_replica_is_to_serve(place: Place) -> None:
     """However many updates of the others came since. Attempts to carry out a commit are no commits."""
-    ledger = await Ledger.open(tmp_path / "ledger.sqlite3", kept_reports=2)
+    ledger = await place.open(kept_reports=2)
     await ledger.record_intent(1, identity(1), ("a",))
     for epoch in range(2, 9):
         await ledger.record_intent(epoch, identity(epoch), ("b",))
@@ -367,16 +408,15 @@ async def test_a_ledger_that_did_not_keep_all_commits_falls_back_on_its_lineage(
     await again.close()
 
 
-async def test_how_the_last_update_to_a_version_ended(tmp_path: Path) -> None:
+async def test_how_the_last_update_to_a_version_ended(place: Place) -> None:
     """The report of a late replica does not take its place, and the roots of all of them are known after a restart."""
-    path = tmp_path / "ledger.sqlite3"
-    ledger = await Ledger.open(path)
+    ledger = await place.open()
     for epoch, version, meant in ((1, 1, [EVERYBODY]), (2, 2, [EVERYBODY]), (3, 1, [EVERYBODY]), (4, 1, [])):
         await ledger.record_intent(epoch, identity(version), meant)
         if epoch != 2:
             await ledger.record_outcome(report_of(epoch))
     await ledger.close()
-    again = await Ledger.open(path)
+    again = await place.open()
     known = await again.last_update("run", 1)
     assert (known.epoch, known.report) == (3, report_of(3))
     assert await again.last_update("run", 2) == Found(2, None, (1, 2))
@@ -389,23 +429,22 @@ async def test_how_the_last_update_to_a_version_ended(tmp_path: Path) -> None:
 async def test_what_was_promised_is_on_the_disk(tmp_path: Path) -> None:
     """A power cut cannot be provoked here; this is what SQLite needs to be told so that a commit waits for the disk."""
     ledger = await Ledger.open(tmp_path / "ledger.sqlite3")
-    settings = await ledger._run(
-        lambda: [ledger._connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("synchronous", "journal_mode")]
+    settings = await ledger._read(
+        lambda run: [run.execute(f"PRAGMA {name}").fetchone()[0] for name in ("synchronous", "journal_mode")]
     )
     await ledger.close()
     assert settings == [2, "wal"]  # FULL
 
 
-async def test_what_a_version_was_for_outlives_the_manager(tmp_path: Path) -> None:
+async def test_what_a_version_was_for_outlives_the_manager(place: Place) -> None:
     """Else a restarted manager would bring it to replicas that its update had left out."""
-    path = tmp_path / "ledger.sqlite3"
-    ledger = await Ledger.open(path)
+    ledger = await place.open()
     await ledger.record_intent(1, identity(1, "all"), (EVERYBODY,))
     await ledger.record_intent(2, identity(2), ("a", "b"))
     await ledger.record_intent(3, identity(1, "other"), ("b",))
     await ledger.record_intent(4, identity(2))  # a late replica
     await ledger.close()
-    again = await Ledger.open(path)
+    again = await place.open()
     versions = ManagerState.from_ledger("", 4, Deadlines(), await again.commits()).versions
     await again.close()
     held = {name: latest.identity.lineage for name in ("a", "b", "c") if (latest := versions.of(name))}
@@ -418,9 +457,8 @@ def report_of(epoch: int) -> manager_pb2.UpdateReport:
     return report
 
 
-async def test_a_forgotten_lineage_is_served_to_nobody_and_keeps_its_numbers(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite3"
-    ledger = await Ledger.open(path)
+async def test_a_forgotten_lineage_is_served_to_nobody_and_keeps_its_numbers(place: Place) -> None:
+    ledger = await place.open()
     gone, other = Version("gone", 4, bytes(32)), Version("other", 1, bytes(32))
     await ledger.record_intent(1, gone, ["a", "b", ""])
     await ledger.record_intent(2, other, ["b"])
@@ -430,7 +468,7 @@ async def test_a_forgotten_lineage_is_served_to_nobody_and_keeps_its_numbers(tmp
     assert {name: commit.epoch for name, commit in desired.items()} == {"b": 2, "c": 3}, "what came after it stays"
     await ledger.record_forgotten("gone", 3)
     await ledger.close()
-    again = await Ledger.open(path)
+    again = await place.open()
     assert set((await again.commits()).desired) == {"b"}
     assert gone in await again.highest()
     assert gone in await again.identities()

@@ -114,7 +114,7 @@ async def test_a_ledger_that_cannot_be_written_refuses_before_anything_is_touche
     manager: ManagerServer, stub: ManagerStub
 ) -> None:
     trainer, replica = await pair(stub)
-    with sqlite3.connect(manager.ledger.path) as damage:
+    with sqlite3.connect(manager.ledger.name) as damage:
         damage.execute("DROP TABLE intents")
     damage.close()
     call = trainer.update()
@@ -122,7 +122,7 @@ async def test_a_ledger_that_cannot_be_written_refuses_before_anything_is_touche
     await trainer.seal()
     problem = await refused(call)
     assert problem.code == Code.FAILED_PRECONDITION
-    assert f"the ledger {manager.ledger.path} cannot be used" in problem.message
+    assert f"the ledger {manager.ledger.name} cannot be used" in problem.message
     await replica.stream.send(heartbeat=replica.heartbeat())
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(replica.stream.until(manager_pb2.Install), 0.5)

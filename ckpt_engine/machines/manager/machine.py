@@ -61,7 +61,7 @@ from ckpt_engine.machines.manager.plan_pipeline import PlanTask
 from ckpt_engine.machines.manager.publications import Merge, Publications
 from ckpt_engine.machines.manager.reconcile import CatchUp, CatchUpRetry, Drift, Drifts, LateReplicas
 from ckpt_engine.machines.manager.report import Correction
-from ckpt_engine.machines.manager.sleep_wake import SleepWakeCall, SleepWakeEnd, SleepWakeResend
+from ckpt_engine.machines.manager.sleep_wake import SleepWakeCall, SleepWakeEnd, SleepWakeResend, SleepWakeSpending
 from ckpt_engine.machines.manager.state import EpochRetry, EpochSpending, ManagerState
 from ckpt_engine.machines.manager.status import Watched, blobs_in_use, status_of, watched
 from ckpt_engine.machines.manager.turns import Turns
@@ -470,6 +470,10 @@ class ManagerMachine:
                     self._deployments.take_up(commits.deployments, now)
             case EpochSpending():
                 self._state.spend_ended(done.problem)
+            case SleepWakeSpending():
+                if self._sleep_wake is not None:
+                    self._sleep_wake.spent(done, now)
+                self._state.spend_ahead()
             case _:
                 self._turns.done(done)
 

@@ -1,6 +1,7 @@
 """One Sleep or Wake call: tells every replica that it names, and waits for the answers.
 
-It waits for an epoch first, which the ledger may still be making durable: the call before may have used the last one.
+It spends the epoch of its install fence first, of its own: none of an install is spent ahead, so that a manager that no
+longer leads can order nothing new.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from ckpt_engine.core.deadlines import check_seconds
 from ckpt_engine.core.names import in_pool
 from ckpt_engine.core.problems import deadline, precondition, unavailable
 from ckpt_engine.core.version import Fence
-from ckpt_engine.machines.events import Call, FinishCall, SleepCall, WakeCall
+from ckpt_engine.machines.events import Call, Done, FinishCall, SleepCall, SpendEpoch, WakeCall
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.state import ManagerState
@@ -23,7 +24,7 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 class SleepWakeEnd:
     """Key of the timer that ends one call."""
 
-    epoch: int  # of its fence; 0: it waits for one
+    epoch: int  # of its fence; 0: it is being spent
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,13 @@ class SleepWakeResend:
     """Key of the timer after which replicas that have not answered are told again."""
 
     epoch: int  # of its fence
+
+
+@dataclass(frozen=True, slots=True)
+class SleepWakeSpending:
+    """Key of the task that spends the epoch of one call's fence."""
+
+    epoch: int
 
 
 class SleepWakeCall:
@@ -46,6 +54,7 @@ class SleepWakeCall:
         self.call: Call | None = event.call
         self.wake = isinstance(event, WakeCall)
         self.fence = Fence()
+        self._next_fence = Fence()  # that is being spent
         self.finished = False
         replicas = state.members.replicas.items()
         self.pool = request.pool
@@ -74,17 +83,33 @@ class SleepWakeCall:
         return f"{'waking' if self.wake else 'putting to sleep'} {', '.join(self._names)}"
 
     def start(self, now: float) -> None:
-        """Tells all replicas, if there is an epoch by now, once. Ends if the call was cancelled before that."""
-        if self.fence.epoch or self.finished:
+        """Has the epoch of its fence spent, once. Ends if the call was cancelled before that."""
+        if self._next_fence.epoch or self.finished:
             return
         if self.call is None:
             self.finished = True
             return
-        if self.state.epoch_ready():
-            self.fence = self.state.next_sleep()
-        self.state.set_timer(SleepWakeEnd(self.fence.epoch), self._end - now)
-        if not self.fence.epoch:
+        self._next_fence = self.state.next_install()
+        self.state.set_timer(SleepWakeEnd(0), self._end - now)
+        epoch = self._next_fence.epoch
+        self.state.run(SleepWakeSpending(epoch), SpendEpoch(epoch, self.state.deadlines.ledger))
+
+    def spent(self, done: Done, now: float) -> None:
+        """Takes the end of spending: tells all replicas. Ends if that failed, or the call has ended meanwhile."""
+        if done.key != SleepWakeSpending(self._next_fence.epoch) or self.finished:
             return
+        self.state.cancel_timer(SleepWakeEnd(0))
+        if self.call is None:
+            self.finished = True
+            return
+        if done.problem is not None:
+            self.finished = True
+            message = f"the ledger cannot be written, so no replica was touched: {done.problem.message}"
+            self.state.finish(self.call, precondition(message).problem)
+            return
+        self.fence = self._next_fence
+        self.state.intent_ended(self.fence)
+        self.state.set_timer(SleepWakeEnd(self.fence.epoch), self._end - now)
         self.state.set_timer(SleepWakeResend(self.fence.epoch), self.state.deadlines.resend)
         for name in self._names:
             replica = self.state.members.replicas.get(name)

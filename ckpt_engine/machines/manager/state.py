@@ -1,9 +1,11 @@
 """What the parts of the manager's machine share: members, epochs, the order of versions, and the commands to emit.
 
 There are two kinds of fences, and no command carries both. A *fill* fence is for preparing and sealing: it is given out
-when an update begins. An *install* fence is for installing and sleeping: that of an update is given out with its
-intent, the durable decision, and not before. So sealing the next version may overlap the installs of this one, and
-neither invalidates the other. Both kinds take their epochs from one count, so an epoch names one fence.
+when an update begins, from epochs that are spent ahead. An *install* fence is for installing and sleeping: that of an
+update is given out with its intent, the durable decision, and not before. None is spent ahead: a manager that does not
+lead any more may still have epochs, and must not order an install with one. So sealing the next version may overlap the
+installs of this one, and neither invalidates the other. Both kinds take their epochs from one count, so an epoch names
+one fence.
 """
 
 from __future__ import annotations
@@ -108,7 +110,7 @@ class ManagerState:
             self.spend_ahead()  # epochs may have been skipped meanwhile
 
     def epoch_ready(self) -> bool:
-        """Whether `next_fill` or `next_sleep` may be called."""
+        """Whether `next_fill` may be called."""
         return self.spent > self.epoch
 
     def check_ledger(self) -> None:
@@ -126,18 +128,14 @@ class ManagerState:
         self.spend_ahead()
         return self.fence(self.epoch)
 
-    def next_sleep(self) -> Fence:
-        """The install fence of a sleep or wake, which has no intent: above all fences before it."""
-        self.installs = self.next_fill().epoch
-        return self.fence(self.installs)
-
     def next_install(self) -> Fence:
-        """The install fence of the intent that is recorded next, above all fences before it. Recording it spends it."""
+        """The install fence of the intent, the sleep or the wake that comes next, above all fences before it. Nothing
+        is ordered with it before it is spent: recording an intent does that."""
         self.epoch += 1
         return self.fence(self.epoch)
 
     def intent_ended(self, fence: Fence) -> None:
-        """Notes that an intent is on the disk, and its epoch with it."""
+        """Notes that an install fence's epoch is spent on the disk, and its intent, if it has one, with it."""
         self.spent, self.installs = max(self.spent, fence.epoch), max(self.installs, fence.epoch)
 
     def fence(self, epoch: int) -> Fence:

@@ -1,0 +1,401 @@
+"""A PostgreSQL database that several managers share as their ledger: its connections, its tables, and its term.
+
+Decides when a connection is given up and made again, which databases are refused, and that only the manager with the
+term writes. It does not decide when a manager asks for the term (`term.py`), nor what is stored (`ledger.py`).
+
+The *term* is one row: its number, the manager that has it, and the moment until which it has it, by the database's
+clock. Every writing transaction locks that row, and requires that the term is still its manager's and has not ended. So
+whatever a manager wrote is there before another one takes the term, and nothing of it comes later. No lock outlives its
+transaction, and the server ends a transaction that is left open: a manager that was stopped in one blocks no other.
+
+A secret that is part of the database's address (its password) is in no message, log line or status.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from ckpt_engine.core.problems import CkptEngineError, invalid, precondition, unavailable
+from ckpt_engine.extras import require
+from ckpt_engine.manager.ledger_file import cluster_id
+from ckpt_engine.manager.ledger_store import StatementResult, Statements
+
+if TYPE_CHECKING:
+    import psycopg
+
+SCHEMA_VERSION = 1
+"""Of the tables in a database; those in a file have their own."""
+
+SCHEMA = "ckpt_engine"
+"""The database's schema that the tables are in, so that they meet no others."""
+
+OLDEST_SERVER = 130000
+"""The oldest PostgreSQL that is accepted, as its server_version_num."""
+
+PAUSE = 0.2
+"""Seconds before a lost database is dialled again."""
+
+NOT_DURABLE = {"synchronous_commit": "off", "fsync": "off"}
+"""Settings under which PostgreSQL reports a commit that a power cut may undo."""
+
+_TABLES = """
+CREATE TABLE cluster (
+    id TEXT NOT NULL, made DOUBLE PRECISION NOT NULL, epoch BIGINT NOT NULL, tables INTEGER NOT NULL
+);
+CREATE TABLE intents (
+    epoch BIGINT PRIMARY KEY, lineage TEXT NOT NULL, version BIGINT NOT NULL, root BYTEA NOT NULL,
+    time DOUBLE PRECISION NOT NULL, selection TEXT NOT NULL, late INTEGER NOT NULL
+);
+CREATE TABLE outcomes (epoch BIGINT PRIMARY KEY, report BYTEA NOT NULL, time DOUBLE PRECISION NOT NULL);
+CREATE TABLE meant (replica TEXT PRIMARY KEY, epoch BIGINT NOT NULL, lineage TEXT NOT NULL);
+CREATE TABLE highest (lineage TEXT PRIMARY KEY, version BIGINT NOT NULL, root BYTEA NOT NULL);
+CREATE TABLE holds (replica TEXT PRIMARY KEY, since DOUBLE PRECISION NOT NULL, reason TEXT NOT NULL);
+CREATE TABLE deployments (number BIGINT PRIMARY KEY, undecided BIGINT NOT NULL, row BYTEA NOT NULL);
+CREATE TABLE term (
+    number BIGINT NOT NULL, holder TEXT NOT NULL, leader TEXT NOT NULL, until TIMESTAMPTZ NOT NULL
+);
+INSERT INTO term VALUES (0, '', '', 'epoch');
+"""
+
+_HOLDS = "holder = %s AND until > clock_timestamp()"
+
+T = TypeVar("T")
+
+
+def is_database(ledger: object) -> bool:
+    """Whether a ledger's name is the address of a database, and not a file."""
+    return isinstance(ledger, str) and ledger.startswith(("postgresql:", "postgres:"))
+
+
+class LostTermError(CkptEngineError):
+    """Raised by a write of a manager whose term has ended, or was taken over."""
+
+
+@dataclass(frozen=True)
+class Lead:
+    """What the term's row says."""
+
+    number: int
+    leader: str  # the address under which members reach the manager that has it; empty: none ever had it
+    seconds: float  # that it lasts from now on; 0 or less: it has ended
+
+
+class Database:
+    """Connections to one database, one at a time, made when they are needed. Used on one thread.
+
+    Every method raises FAILED_PRECONDITION for a database that must not or cannot be used, UNAVAILABLE if it does not
+    answer within `seconds`.
+    """
+
+    def __init__(self, address: str, seconds: float) -> None:
+        """address: a connection URI, as of libpq. seconds: how long one transaction may take, with all attempts to
+        reach the database again. Raises INVALID_ARGUMENT for an address that is none, FAILED_PRECONDITION if psycopg is
+        not installed."""
+        require("postgresql", "psycopg", what="a ledger in PostgreSQL")
+        self._address = address
+        self._seconds = seconds
+        self._connection: psycopg.Connection[tuple[Any, ...]] | None = None
+        self.name = name_of(address)
+
+    def transaction(self, statements: Callable[[psycopg.Connection[tuple[Any, ...]]], T]) -> T:
+        """Runs statements in one transaction. If the database is lost, dials it again and runs them again, until they
+        are done or the time has passed."""
+        import psycopg
+
+        end = time.monotonic() + self._seconds
+        while True:
+            try:
+                with self._connected(end) as connection, connection.transaction():
+                    return statements(connection)
+            except psycopg.Error as error:
+                self.close()
+                if not _may_pass(error):
+                    raise self._unusable(error) from None
+                if time.monotonic() + PAUSE >= end:
+                    raise unavailable(
+                        f"the ledger {self.name} does not answer: {self._words(error)}. {self._seconds:g} s were "
+                        "waited for it: start PostgreSQL, or correct --ledger"
+                    ) from None
+                time.sleep(PAUSE)
+
+    def close(self) -> None:
+        """Ends the connection. The next transaction makes another one."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    @contextlib.contextmanager
+    def _connected(self, end: float) -> Iterator[psycopg.Connection[tuple[Any, ...]]]:
+        """A connection, which is cut at `end` (monotonic seconds): a server that is stopped never answers."""
+        if self._connection is None or self._connection.closed:
+            self._connection = self._connect(end)
+        with _cut_after(max(0.05, end - time.monotonic()), self._connection):
+            yield self._connection
+
+    def _connect(self, end: float) -> psycopg.Connection[tuple[Any, ...]]:
+        import psycopg
+
+        seconds = max(1.0, end - time.monotonic())
+        connection = psycopg.connect(
+            self._address,
+            autocommit=True,
+            connect_timeout=max(2, int(seconds)),  # libpq takes no less
+            tcp_user_timeout=int(1000 * self._seconds),
+            keepalives_idle=max(1, int(self._seconds)),
+            target_session_attrs="read-write",
+            application_name="ckpt-engine manager",
+            prepare_threshold=None,  # a pooler between may give each transaction another connection
+        )
+        try:
+            with _cut_after(seconds, connection):
+                self._check(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _check(self, connection: psycopg.Connection[tuple[Any, ...]]) -> None:
+        milliseconds = int(1000 * self._seconds)
+        connection.execute(f"SET statement_timeout = {milliseconds}")
+        connection.execute(f"SET idle_in_transaction_session_timeout = {milliseconds}")
+        connection.execute(f"SET search_path = {SCHEMA}")
+        connection.execute("SET default_transaction_isolation = 'read committed'")
+        if connection.info.server_version < OLDEST_SERVER:
+            raise precondition(
+                f"the ledger {self.name} is in PostgreSQL {connection.info.server_version // 10000}: "
+                f"{OLDEST_SERVER // 10000} or newer is needed"
+            )
+        for setting, bad in NOT_DURABLE.items():
+            (value,) = cast("tuple[str]", connection.execute(f"SHOW {setting}").fetchone())
+            if value == bad:
+                raise precondition(
+                    f"the ledger {self.name} has {setting}={value}: PostgreSQL would report commits that a power cut "
+                    f"undoes, and two versions could get one number. Set {setting}=on for this database and role"
+                )
+
+    def _unusable(self, error: Exception) -> CkptEngineError:
+        return precondition(
+            f"the ledger {self.name} cannot be used: {self._words(error)}. Correct --ledger, or the database's rights"
+        )
+
+    def _words(self, error: Exception) -> str:
+        """The error in one line, without what the address keeps secret."""
+        line = " ".join(str(error).split()) or type(error).__name__
+        for secret in _secrets(self._address):
+            line = line.replace(secret, "…")
+        return line
+
+
+class DatabaseStore:
+    """The ledger's tables in a database, for the manager with the term. As `Store`."""
+
+    def __init__(self, database: Database, holder: str, *, fresh: bool = False) -> None:
+        """holder: as `Terms.take` has taken the term. fresh: the tables were just made."""
+        self.name = database.name
+        self.fresh = fresh
+        self._database = database
+        self._holder = holder
+
+    def read(self, statements: Callable[[Statements], T]) -> T:
+        """As `Store.read`."""
+
+        def run(connection: psycopg.Connection[tuple[Any, ...]]) -> T:
+            connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+            return statements(_Translated(connection))
+
+        return self._database.transaction(run)
+
+    def write(self, statements: Callable[[Statements], T]) -> T:
+        """As `Store.write`. Raises LostTermError if the term has ended or was taken over."""
+
+        def run(connection: psycopg.Connection[tuple[Any, ...]]) -> T:
+            held = connection.execute(f"SELECT number FROM term WHERE {_HOLDS} FOR UPDATE", (self._holder,))
+            if held.fetchone() is None:
+                raise LostTermError(
+                    precondition(
+                        f"this manager's term in the ledger {self.name} has ended: it writes nothing more, and "
+                        "another one may lead by now"
+                    ).problem
+                )
+            return statements(_Translated(connection))
+
+        return self._database.transaction(run)
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._database.close()
+
+
+class _Translated:
+    """A transaction of psycopg's, with `?` for values as in SQLite. No statement has either sign in another sense."""
+
+    def __init__(self, connection: psycopg.Connection[tuple[Any, ...]]) -> None:
+        self._connection = connection
+
+    def execute(self, statement: str, values: Sequence[object] = (), /) -> StatementResult:
+        """Runs one statement."""
+        return self._connection.execute(statement.replace("?", "%s").encode(), values)
+
+
+class Terms:
+    """The term's row, as one manager asks for it. Used on one thread."""
+
+    def __init__(self, database: Database) -> None:
+        self.holder = uuid.uuid4().hex
+        """What the row names this manager by; a new one for each term, since a database that was rolled back may give a
+        number twice."""
+        self.name = database.name
+        self._database = database
+
+    def prepare(self, cluster: str) -> bool:
+        """Makes the tables if they are not there. Returns whether it did. cluster: as of `Ledger.open`.
+
+        Raises FAILED_PRECONDITION for tables of a newer release, or of another cluster than the named one.
+        """
+        return self._database.transaction(lambda connection: self._prepare(connection, cluster))
+
+    def _prepare(self, connection: psycopg.Connection[tuple[Any, ...]], cluster: str) -> bool:
+        # Two managers may start at once. The lock ends with the transaction.
+        connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s))", (SCHEMA,))
+        found = connection.execute("SELECT to_regclass(%s)", (f"{SCHEMA}.cluster",)).fetchone()
+        if found is None or found[0] is None:
+            schema = connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (SCHEMA,)).fetchone()
+            if schema is None:
+                connection.execute(f"CREATE SCHEMA {SCHEMA}")
+            connection.execute(_TABLES)
+            connection.execute(
+                "INSERT INTO cluster VALUES (%s, %s, 0, %s)", (cluster_id(cluster), time.time(), SCHEMA_VERSION)
+            )
+            return True
+        ours, tables = cast("tuple[str, int]", connection.execute("SELECT id, tables FROM cluster").fetchone())
+        if tables > SCHEMA_VERSION:
+            raise precondition(
+                f"the ledger {self.name} has tables of version {tables}, this software knows up to {SCHEMA_VERSION}: "
+                "upgrade ckpt-engine"
+            )
+        if cluster and ours != cluster:
+            raise precondition(
+                f"the ledger {self.name} is that of cluster {ours}, not {cluster}: leave --cluster out, or name an "
+                "empty database"
+            )
+        return False
+
+    def take(self, leader: str, seconds: float) -> Lead | None:
+        """Takes the term for `seconds`, if nobody has it. Returns who has it instead, or None: this manager does.
+        leader: the address under which members reach this manager."""
+
+        def run(connection: psycopg.Connection[tuple[Any, ...]]) -> Lead | None:
+            holder = uuid.uuid4().hex
+            taken = connection.execute(
+                "UPDATE term SET number = number + 1, holder = %s, leader = %s, "
+                "until = clock_timestamp() + make_interval(secs => %s) WHERE until <= clock_timestamp()",
+                (holder, leader, seconds),
+            )
+            if taken.rowcount == 1:
+                self.holder = holder
+                return None
+            row = connection.execute(
+                "SELECT number, leader, extract(epoch FROM until - clock_timestamp()) FROM term"
+            ).fetchone()
+            assert row is not None
+            return Lead(row[0], row[1], float(row[2]))
+
+        return self._database.transaction(run)
+
+    def renew(self, seconds: float) -> bool:
+        """Has the term last for `seconds` from now on. Returns whether this manager still had it."""
+        return self._database.transaction(
+            lambda connection: (
+                connection.execute(
+                    f"UPDATE term SET until = clock_timestamp() + make_interval(secs => %s) WHERE {_HOLDS}",
+                    (seconds, self.holder),
+                ).rowcount
+                == 1
+            )
+        )
+
+    def release(self) -> None:
+        """Ends the term now, if this manager has it, so that another one needs not wait for its end."""
+        self._database.transaction(
+            lambda connection: connection.execute(
+                f"UPDATE term SET until = clock_timestamp() WHERE {_HOLDS}", (self.holder,)
+            )
+        )
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._database.close()
+
+
+def name_of(address: str) -> str:
+    """A database's address for people, such as "postgresql://ckpt@db:5432/ledger", without any secret.
+
+    Raises INVALID_ARGUMENT for an address that libpq does not read, without repeating it.
+    """
+    import psycopg
+    from psycopg.conninfo import conninfo_to_dict
+
+    how = "write postgresql://USER@HOST:PORT/DATABASE, with the password in PGPASSWORD or a password file"
+    try:
+        parts = {key: str(value) for key, value in conninfo_to_dict(address).items() if value is not None}
+    except psycopg.Error:
+        raise invalid(f"--ledger is not the address of a PostgreSQL database: {how}") from None
+    host = parts.get("host", "")
+    if "@" in host:
+        raise invalid(f"--ledger has more than one '@': {how}. In an address a password's '@' is written %40")
+    user = f"{parts['user']}@" if "user" in parts else ""
+    hosts = [each if not each.startswith("/") else "" for each in host.split(",")]
+    ports = parts.get("port", "").split(",")
+    places = [
+        f"{each}:{port}" if each and port else each
+        for each, port in zip(hosts, ports * len(hosts) if len(ports) == 1 else ports, strict=False)
+    ]
+    return f"postgresql://{user}{','.join(places)}/{parts.get('dbname', '')}"
+
+
+def _secrets(address: str) -> list[str]:
+    """What of an address, and of the environment, no message may show."""
+    from psycopg.conninfo import conninfo_to_dict
+
+    parts = conninfo_to_dict(address)
+    found = [str(parts.get(key) or "") for key in ("password", "sslpassword")]
+    found += re.findall(r"://[^/@]*:([^/@]*)@", address)  # as it was written, percent-encoded
+    return [each for each in (*found, os.environ.get("PGPASSWORD", "")) if each]
+
+
+def _may_pass(error: psycopg.Error) -> bool:
+    """Whether a failure may be over in a moment, so that another attempt is made: the connection was lost, or the
+    server starts, stops, became a replica or has no room."""
+    import psycopg
+
+    if isinstance(error, psycopg.errors.ReadOnlySqlTransaction):
+        return True
+    words = str(error)
+    for_ever = ("authentication failed", "does not exist", "no pg_hba.conf", "no password", "not permitted to log in")
+    return isinstance(error, psycopg.OperationalError) and not any(each in words for each in for_ever)
+
+
+@contextlib.contextmanager
+def _cut_after(seconds: float, connection: psycopg.Connection[tuple[Any, ...]]) -> Iterator[None]:
+    """Ends a connection, from another thread, if what is done with it meanwhile takes longer."""
+
+    def cut() -> None:
+        with contextlib.suppress(Exception), socket.socket(fileno=os.dup(connection.fileno())) as line:
+            line.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,0 +1,270 @@
+"""A ledger in PostgreSQL: who may write, what is refused, and what is said of a database that is not there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from ckpt_engine.core.problems import CkptEngineError, ErrorCode
+from ckpt_engine.core.version import Version
+from ckpt_engine.manager.ledger_database import SCHEMA_VERSION, LostTermError, name_of
+from ckpt_engine.manager.term import Term
+from ckpt_engine.v1 import manager_pb2
+from tests import postgresql as servers
+from tests.postgresql import PASSWORD, USER, Server
+from tests.waiting import until
+
+ONE = Version("run", 1, bytes(32))
+
+
+@asynccontextmanager
+async def asking(address: str, seconds: float = 60.0, answer_seconds: float = 10.0) -> AsyncIterator[Term]:
+    term = Term(address, seconds, answer_seconds)
+    try:
+        await term.prepare("")
+        yield term
+    finally:
+        await term.close()
+
+
+def database_of(address: str) -> str:
+    return address.rpartition("/")[2]
+
+
+async def test_one_has_the_term_and_the_others_are_told_which(postgresql: Server) -> None:
+    address = postgresql.new_database()
+    async with asking(address) as first, asking(address) as second:
+        assert await first.take("a:1") is None
+        lead = await second.take("b:1")
+        assert lead is not None
+        assert (lead.number, lead.leader) == (1, "a:1")
+        assert 0 < lead.seconds <= 60
+        assert first.held
+        assert not second.held
+        await first.release()
+        assert not first.held
+        assert not first.lost.is_set()
+        assert await second.take("b:1") is None
+
+
+async def test_a_manager_whose_term_was_taken_writes_nothing_more(postgresql: Server) -> None:
+    """Every write: by the database's clock, whatever the manager believes."""
+    address = postgresql.new_database()
+    async with asking(address) as first, asking(address) as second:
+        assert await first.take("a:1") is None
+        ledger = await first.ledger()
+        await ledger.record_intent(1, ONE, [""])
+        postgresql.run("UPDATE ckpt_engine.term SET until = clock_timestamp()", database_of(address))
+        report = manager_pb2.UpdateReport()
+        report.fence.epoch = 1
+        writes: list[Callable[[], object]] = [
+            lambda: ledger.spend_epoch(9),
+            lambda: ledger.record_intent(9, Version("run", 2, bytes(32))),
+            lambda: ledger.record_outcome(report),
+            lambda: ledger.record_hold("a", ""),
+            lambda: ledger.record_release("a"),
+            lambda: ledger.record_forgotten("run", 9),
+        ]
+        for write in writes:  # the term has ended, and nobody else has one yet
+            with pytest.raises(LostTermError, match=r"term in the ledger .* has ended"):
+                await write()  # type: ignore[misc]
+        assert await second.take("b:1") is None
+        for write in writes:
+            with pytest.raises(LostTermError, match="another one may lead by now"):
+                await write()  # type: ignore[misc]
+        theirs = await second.ledger()
+        assert theirs.epoch == 1
+        assert await theirs.holds() == {}
+        assert [each.report for each in await theirs.history()] == [None]
+        for each in (ledger, theirs):
+            await each.close()
+
+
+async def test_what_was_written_is_there_before_another_leads(postgresql: Server) -> None:
+    """A write that began in a term and goes on after its end holds the term's row: the next manager waits for it."""
+    address = postgresql.new_database()
+    async with asking(address, seconds=1.0) as first, asking(address) as second:
+        assert await first.take("a:1") is None
+        await first._stop_keeping()  # a renewal that waits for the row as well may come first
+        ledger = await first.ledger()
+        in_it, go_on = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def slow(run: object) -> None:
+            loop.call_soon_threadsafe(in_it.set)
+            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(60)
+
+        writing = asyncio.ensure_future(ledger._write(7, slow))
+        await in_it.wait()
+        ended = "SELECT 1 FROM ckpt_engine.term WHERE until <= clock_timestamp()"
+        await until(lambda: postgresql.run(ended, database_of(address)), "the term has ended")
+        taking = asyncio.ensure_future(second.take("b:1"))
+        await asyncio.sleep(0.3)
+        assert not taking.done(), "it does not read past a write that may still count"
+        go_on.set()
+        await writing
+        assert await taking is None
+        theirs = await second.ledger()
+        assert theirs.epoch == 7
+        for each in (ledger, theirs):
+            await each.close()
+
+
+async def test_a_term_is_renewed_and_ends_by_the_managers_own_clock(postgresql: Server) -> None:
+    """The database stops: nothing tells the manager that its term has ended."""
+    address = postgresql.new_database()
+    async with asking(address, seconds=4.0, answer_seconds=1.0) as term:
+        assert await term.take("a:1") is None
+        moment = "SELECT until FROM ckpt_engine.term"
+        first = postgresql.run(moment, database_of(address))
+        await until(lambda: postgresql.run(moment, database_of(address)) > first, "it was renewed")
+        with stopped([postgresql.pid, *backends(address)]):
+            await asyncio.wait_for(term.lost.wait(), 60)
+            assert not term.held
+
+
+@contextmanager
+def stopped(processes: list[int]) -> Iterator[None]:
+    for each in processes:
+        os.kill(each, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for each in processes:
+            os.kill(each, signal.SIGCONT)
+
+
+def backends(address: str) -> list[int]:
+    """The server's processes for a database, as the system knows them: the server may not answer."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            words = path.read_bytes()
+            if words.startswith(b"postgres: ") and database_of(address).encode() in words:
+                found.append(int(path.parent.name))
+    return found
+
+
+async def test_a_stopped_or_ended_server_is_waited_for_and_then_named() -> None:
+    with servers.running() as server:
+        address = server.new_database()
+        async with asking(address, answer_seconds=2.0) as term:
+            assert await term.take("a:1") is None
+            ledger = await term.ledger()
+            await ledger.spend_epoch(3)
+            server.stop()
+            with pytest.raises(CkptEngineError, match=r"does not answer: .* 2 s were waited for it: start") as caught:
+                await ledger.spend_epoch(4)
+            assert caught.value.code == ErrorCode.UNAVAILABLE
+            assert PASSWORD not in str(caught.value)
+            server.start()
+            await ledger.spend_epoch(5)  # over a new connection, in the same term
+            await ledger.close()
+
+
+async def test_a_replica_of_the_database_that_lost_something_is_noticed(postgresql: Server) -> None:
+    """As after a failover to an asynchronous replica: the term may still be there, and what came after it not."""
+    address = postgresql.new_database()
+    async with asking(address) as term:
+        assert await term.take("a:1") is None
+        ledger = await term.ledger()
+        await ledger.spend_epoch(9)
+        postgresql.run("UPDATE ckpt_engine.cluster SET epoch = 5", database_of(address))
+        for _ in range(2):
+            with pytest.raises(CkptEngineError, match="was rolled back while this manager ran: it had spent epoch 9"):
+                await ledger.spend_epoch(10)
+        await ledger.close()
+
+
+async def test_a_number_given_twice_does_not_make_two_leaders(postgresql: Server) -> None:
+    """A replica of the database knows nothing of the last term, and gives its number to another manager."""
+    address = postgresql.new_database()
+    async with asking(address) as first, asking(address) as second:
+        assert await first.take("a:1") is None
+        ledger = await first.ledger()
+        postgresql.run("UPDATE ckpt_engine.term SET number = 0, holder = '', until = 'epoch'", database_of(address))
+        assert await second.take("b:1") is None
+        assert postgresql.run("SELECT number FROM ckpt_engine.term", database_of(address)) == [(1,)]
+        with pytest.raises(LostTermError):
+            await ledger.spend_epoch(1)
+        await ledger.close()
+
+
+async def test_a_database_that_forgets_commits_is_refused(postgresql: Server) -> None:
+    address = postgresql.new_database()
+    postgresql.run(f"ALTER DATABASE {database_of(address)} SET synchronous_commit = off")
+    with pytest.raises(CkptEngineError, match=r"has synchronous_commit=off: .* Set synchronous_commit=on for this"):
+        async with asking(address):
+            pass
+
+
+async def test_tables_of_a_newer_release_and_another_cluster_are_refused(postgresql: Server) -> None:
+    address = postgresql.new_database()
+    async with asking(address) as term:
+        assert await term.take("a:1") is None
+        ledger = await term.ledger()
+        assert ledger.fresh
+        assert len(ledger.cluster) == 36
+        await ledger.close()
+        other = "1c2a7a4e-62c9-4f46-9d0b-6a2a1f3f2d11"
+        with pytest.raises(CkptEngineError, match=f"is that of cluster {ledger.cluster}, not {other}"):
+            await term.prepare(other)
+        await term.prepare(ledger.cluster)
+    postgresql.run(f"UPDATE ckpt_engine.cluster SET tables = {SCHEMA_VERSION + 1}", database_of(address))
+    with pytest.raises(CkptEngineError, match="upgrade ckpt-engine"):
+        async with asking(address):
+            pass
+
+
+async def test_two_that_begin_at_once_make_one_ledger(postgresql: Server) -> None:
+    address = postgresql.new_database()
+    terms = [Term(address, 60.0, 10.0) for _ in range(4)]
+    await asyncio.gather(*(term.prepare("") for term in terms))
+    leads = await asyncio.gather(*(term.take(f"{number}:1") for number, term in enumerate(terms)))
+    assert sum(lead is None for lead in leads) == 1
+    for term in terms:
+        await term.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda address: address.replace(quote(PASSWORD, safe=""), "wrong-secret"), "password authentication failed"),
+        (lambda address: f"{address}x", "does not exist"),
+        (lambda address: address.replace(f":{address.rpartition(':')[2]}", ":1/x"), "does not answer"),
+        (lambda address: address.replace("%20", "%zz"), "is not the address of a PostgreSQL database"),
+        (lambda address: address.replace(quote("@", safe=""), "@"), "more than one '@'"),
+        (lambda address: f"{address}?sslmod=require", "is not the address of a PostgreSQL database"),
+    ],
+)
+async def test_a_wrong_address_is_refused_without_its_secret(
+    postgresql: Server, change: Callable[[str], str], words: str
+) -> None:
+    with pytest.raises(CkptEngineError) as caught:
+        async with asking(change(postgresql.new_database()), answer_seconds=2.0):
+            pass
+    message = caught.value.problem.message
+    assert words in message
+    for secret in (PASSWORD, quote(PASSWORD, safe=""), "wrong-secret", "wo%2Frd", "ss@wo"):
+        assert secret not in message
+
+
+def test_the_name_of_a_ledger_has_no_secret() -> None:
+    assert (
+        name_of(f"postgresql://{USER}:secret@db:5433/ledger?sslmode=require") == f"postgresql://{USER}@db:5433/ledger"
+    )
+    assert name_of("postgresql://a,b/ledger") == "postgresql://a,b/ledger"
+    assert name_of("postgresql:///ledger?host=/run/postgresql") == "postgresql:///ledger"
+
+
+async def test_psycopg_is_named_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt_engine.extras.find_spec", lambda name: None)
+    with pytest.raises(CkptEngineError, match=r"needs psycopg, .* pip install 'ckpt-engine\[postgresql\]'"):
+        Term("postgresql://db/ledger", 6.0, 5.0)
