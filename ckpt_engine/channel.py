@@ -18,6 +18,7 @@ from ckpt_engine.connection import checked_address, connection_problem
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError, invalid
 from ckpt_engine.grpc_loops import quiet_loop
+from ckpt_engine.leader import BlockingLeaderChannel, LeaderChannel, addresses_of, leader_options, names_several
 from ckpt_engine.security.client import ClientSecurity
 from ckpt_engine.v1 import manager_pb2, manager_pb2_grpc, weights_pb2
 
@@ -37,7 +38,7 @@ NO_PING_MILLISECONDS = 1_000_000_000
 
 
 def channel_options() -> list[tuple[str, int]]:
-    """Options of every channel to the manager.
+    """Options of every channel to the manager. Where several are named, some are other ones (`leader.py`).
 
     Sessions send their own heartbeats, so there are no HTTP/2 keepalive pings. A connection is given up if the peer
     acknowledges nothing for a lease (TCP_USER_TIMEOUT). TCP itself would go on for minutes, longer each time, and the
@@ -47,13 +48,9 @@ def channel_options() -> list[tuple[str, int]]:
     neighbour in the cluster, and a proxy cuts long streams. Raises INVALID_ARGUMENT for invalid deadlines in the
     environment.
     """
-    try:
-        lease = Deadlines.from_environment(os.environ).lease
-    except ValueError as error:
-        raise invalid(str(error)) from None
     return [
         ("grpc.keepalive_time_ms", NO_PING_MILLISECONDS),  # gRPC sets the timeout only where pings may come
-        ("grpc.keepalive_timeout_ms", int(lease * 1000)),
+        ("grpc.keepalive_timeout_ms", int(_lease() * 1000)),
         ("grpc.max_receive_message_length", MESSAGE_BYTES),
         ("grpc.max_send_message_length", MESSAGE_BYTES),
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -66,8 +63,16 @@ def channel_options() -> list[tuple[str, int]]:
     ]
 
 
+def _lease() -> float:
+    try:
+        return Deadlines.from_environment(os.environ).lease
+    except ValueError as error:
+        raise invalid(str(error)) from None
+
+
 def open_channel(address: str, security: ClientSecurity | None = None) -> grpc.aio.Channel:
-    """Opens a channel to the manager at `address` (host:port). Call it on the loop that will use the channel.
+    """Opens a channel to the manager at `address`: host:port, or several with commas between them, of which the one
+    that leads is called (`leader.py`). Call it on the loop that will use the channel.
 
     security: None: that of the environment, see `security/client.py`. Raises INVALID_ARGUMENT if that is invalid, or
     the address is.
@@ -75,11 +80,15 @@ def open_channel(address: str, security: ClientSecurity | None = None) -> grpc.a
     checked_address(address)
     quiet_loop()
     security = security or ClientSecurity.from_environment(os.environ)
-    credentials = security.credentials()
-    options: list[tuple[str, int | str]] = [*channel_options(), *security.options()]
-    if credentials is None:
-        return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, credentials, options=options)
+    credentials, options = security.credentials(), _options(address, security)
+
+    def one(target: str) -> grpc.aio.Channel:
+        if credentials is None:
+            return grpc.aio.insecure_channel(target, options=options)
+        return grpc.aio.secure_channel(target, credentials, options=options)
+
+    channels = [one(target) for target in addresses_of(address)]
+    return LeaderChannel(channels) if names_several(address) else channels[0]
 
 
 def open_blocking_channel(address: str, security: ClientSecurity | None = None) -> grpc.Channel:
@@ -87,11 +96,23 @@ def open_blocking_channel(address: str, security: ClientSecurity | None = None) 
     `open_channel`."""
     checked_address(address)
     security = security or ClientSecurity.from_environment(os.environ)
-    credentials = security.credentials()
-    options: list[tuple[str, int | str]] = [*channel_options(), *security.options()]
-    if credentials is None:
-        return grpc.insecure_channel(address, options=options)
-    return grpc.secure_channel(address, credentials, options=options)
+    credentials, options = security.credentials(), _options(address, security)
+
+    def one(target: str) -> grpc.Channel:
+        if credentials is None:
+            return grpc.insecure_channel(target, options=options)
+        return grpc.secure_channel(target, credentials, options=options)
+
+    channels = [one(target) for target in addresses_of(address)]
+    return BlockingLeaderChannel(channels) if names_several(address) else channels[0]
+
+
+def _options(address: str, security: ClientSecurity) -> list[tuple[str, int | str]]:
+    """The options of each channel. Of two with one name the later counts."""
+    options: dict[str, int | str] = dict([*channel_options(), *security.options()])
+    if names_several(address):
+        options |= dict(leader_options(_lease()))
+    return list(options.items())
 
 
 class ManagerStub(manager_pb2_grpc.CheckpointEngineManagerStub, manager_pb2_grpc.CheckpointEngineMembersStub):

@@ -33,6 +33,7 @@ from ckpt_engine.core.arguments import (
 )
 from ckpt_engine.core.deadlines import Deadlines, check_seconds
 from ckpt_engine.core.problems import CkptEngineError, aborted, internal, precondition
+from ckpt_engine.leader import reached
 from ckpt_engine.options import (
     DEPLOY_ACTIONS,
     DeployAction,
@@ -238,7 +239,8 @@ class Client:
         security: ClientSecurity | None = None,
         deadlines: Deadlines | None = None,
     ) -> None:
-        """address: the manager, host:port; none: CKPT_ENGINE_MANAGER, or 127.0.0.1:50051. security: certificates and a
+        """address: the manager, host:port, or several with commas between them; none: CKPT_ENGINE_MANAGER, or
+        127.0.0.1:50051. security: certificates and a
         token; none: those of the environment (CKPT_ENGINE_AUTHORITY, CKPT_ENGINE_TOKEN_FILE …). deadlines: none: the
         defaults, changed by CKPT_ENGINE_DEADLINES. Dials with the first call.
 
@@ -633,6 +635,13 @@ class AsyncClient:
             self._calls = ManagerStub(self._channel)
         return self._calls
 
+    async def _reached(self) -> Any:
+        """The stub, once a manager that leads is reached, if several are named."""
+        stub = self._stub
+        assert self._channel is not None
+        await reached(self._channel)
+        return stub
+
     @contextmanager
     def _pending_call(self, call: Any) -> Iterator[Any]:
         """Registers a call while it waits, raises its failure as our error, and cancels it at the end. `close` cancels
@@ -652,12 +661,14 @@ class AsyncClient:
             call.cancel()
 
     async def _answer(self, ask: Ask[Answer]) -> Answer:
-        with self._pending_call(getattr(self._stub, ask.method)(ask.request, timeout=ask.seconds)) as call:
+        stub = await self._reached()
+        with self._pending_call(getattr(stub, ask.method)(ask.request, timeout=ask.seconds)) as call:
             return ask.read(await call)
 
     async def _report(self, ask: Ask[manager_pb2.UpdateEvent], on_progress: Progress | None) -> UpdateReport:
         report: UpdateReport | None = None
-        with self._pending_call(getattr(self._stub, ask.method)(ask.request, timeout=ask.seconds)) as call:
+        stub = await self._reached()
+        with self._pending_call(getattr(stub, ask.method)(ask.request, timeout=ask.seconds)) as call:
             async for event in call:
                 report = _report_of(event, on_progress) or report
         return _require_report(report, ask)

@@ -11,6 +11,7 @@ import grpc
 
 from ckpt_engine.addresses import MANAGER
 from ckpt_engine.core.problems import invalid
+from ckpt_engine.leader import addresses_of
 from ckpt_engine.security.client import AUTHORITY, CERTIFICATE, KEY, SERVER_NAME, TOKEN_FILE
 from ckpt_engine.v1 import weights_pb2
 
@@ -29,6 +30,12 @@ _NO_WAY = "no way leads to this host from here: check the address, and firewalls
 _CUT = "the connection was lost before an answer came: the manager ended, or the network was cut; try again"
 
 _BY_TEXT = (
+    (
+        "backend unhealthy",
+        Problem.UNAVAILABLE,
+        "none of the managers that are named leads: they stand by, stop, or have just been started; try again in a "
+        "moment",
+    ),
     ("http1.x server", Problem.INVALID_ARGUMENT, _NO_GRPC),
     ("Failed parsing HTTP/2", Problem.UNAVAILABLE, _NO_GRPC),
     (
@@ -118,7 +125,14 @@ _BY_STATUS = {
 
 
 def checked_address(address: str) -> str:
-    """Returns the address if a channel can be opened to it. Raises INVALID_ARGUMENT saying how to write it."""
+    """Returns the address, or several with commas between them, if channels can be opened to all of it. Raises
+    INVALID_ARGUMENT saying how to write it."""
+    for each in addresses_of(address):
+        _check_one(each)
+    return address
+
+
+def _check_one(address: str) -> None:
     if "://" in address:
         rest = address.partition("://")[2].partition("/")[0]
         if not _TARGET.fullmatch(address):
@@ -126,10 +140,10 @@ def checked_address(address: str) -> str:
                 f"the manager's address must be HOST:PORT, not the URL {address!r}: try {rest or MANAGER!r}, with the "
                 "port of `ckpt-engine manager --listen`, not the one of --http"
             )
-        return address
+        return
     found = _HOST_AND_PORT.fullmatch(address)
     if _TARGET.fullmatch(address) or (found is not None and 0 < int(found[2]) < 65536):
-        return address
+        return
     if address.count(":") > 1 and not address.startswith("["):
         raise invalid(f"the manager's address must be HOST:PORT, not {address!r}; an IPv6 host stands in brackets")
     raise invalid(f"the manager's address must be HOST:PORT, not {address!r}; such as {MANAGER}")

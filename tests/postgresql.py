@@ -119,3 +119,10 @@ def running() -> Iterator[Server]:
             server.stop(signal.SIGQUIT)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> Iterator[Server]:
+    """A server for tests that do not end it. Skips them where there is none."""
+    with running() as server:
+        yield server

@@ -30,6 +30,7 @@ ROOMS = (
     "scraping",
     "http_server",
     "http_client",
+    "leader",
     "connection",
     "grpc_loops",
     "extras",

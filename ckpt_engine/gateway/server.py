@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
 
 from ckpt_engine.addresses import check_reach, split_address
+from ckpt_engine.connection import checked_address
 from ckpt_engine.core.names import check_pool
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.gateway.app import Gateway
@@ -47,7 +48,7 @@ def check(settings: GatewaySettings) -> None:
         raise invalid(f"--pool {settings.pool!r} chooses among a manager's replicas: give --manager")
     check_pool(settings.pool)
     if settings.manager:
-        split_address(settings.manager, "--manager")
+        checked_address(settings.manager)
     settings.security.check()
     host, _ = split_address(settings.listen, "--listen")
     check_reach(host, authenticates=settings.security.authenticates, insecure=settings.security.insecure)

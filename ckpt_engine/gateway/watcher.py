@@ -18,6 +18,7 @@ from ckpt_engine.channel import ManagerStub, open_channel, problem_of
 from ckpt_engine.core.pausing import mode_name
 from ckpt_engine.gateway.fleet import Fleet, FleetState, ReplicaNews
 from ckpt_engine.gateway.versions import GatewayVersion
+from ckpt_engine.leader import reached
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 SILENT_SECONDS = 20.0
@@ -92,7 +93,7 @@ async def watch(manager: str, name: str, fleet: Fleet, changed: Callable[[], Non
 
 async def _one_stream(manager: str, name: str, news: News, changed: Callable[[], None]) -> None:
     async with open_channel(manager) as channel:
-        call: Any = ManagerStub(channel).WatchReplicas(manager_pb2.WatchReplicasRequest(watcher=name))
+        call: Any = ManagerStub(await reached(channel)).WatchReplicas(manager_pb2.WatchReplicasRequest(watcher=name))
         while True:
             message = await asyncio.wait_for(call.read(), SILENT_SECONDS)
             if message is grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it

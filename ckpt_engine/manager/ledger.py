@@ -235,7 +235,7 @@ class Ledger:
                 elif replica in selections.get(lineage, ()):  # in a ledger from before all commits were kept
                     desired[replica] = last[lineage]
             (until,) = run.execute("SELECT coalesce(max(epoch), 0) FROM intents").fetchone()
-            stored = run.execute("SELECT row FROM deployments WHERE undecided <> 0 ORDER BY number").fetchall()
+            stored = run.execute("SELECT deployment FROM deployments WHERE undecided <> 0 ORDER BY number").fetchall()
             deployments = tuple(manager_pb2.Deployment.FromString(bytes(row)) for (row,) in stored)
             return Commits(until, tuple(last.values()), desired, deployments)
 
@@ -383,7 +383,7 @@ class Ledger:
 def _store(run: Statements, row: manager_pb2.Deployment) -> None:
     undecided = int(row.state == manager_pb2.Deployment.STATE_UNDECIDED)
     run.execute(
-        "INSERT INTO deployments (number, undecided, row) VALUES (?, ?, ?) "
-        "ON CONFLICT (number) DO UPDATE SET undecided = excluded.undecided, row = excluded.row",
+        "INSERT INTO deployments (number, undecided, deployment) VALUES (?, ?, ?) "
+        "ON CONFLICT (number) DO UPDATE SET undecided = excluded.undecided, deployment = excluded.deployment",
         (row.number, undecided, row.SerializeToString(deterministic=True)),
     )

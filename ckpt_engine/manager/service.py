@@ -388,6 +388,7 @@ def server_options(deadlines: Deadlines) -> list[tuple[str, int]]:
         ("grpc.keepalive_timeout_ms", int(deadlines.lease * 500)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 100),  # that members send which name several managers
         ("grpc.so_reuseport", 0),
     ]
 

@@ -14,6 +14,7 @@ from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.core.relay_layout import GROUP_BYTES, SLOTS
 from ckpt_engine.core.sizes import in_words
 from ckpt_engine.host.room import memory_room, memory_total
+from ckpt_engine.leader import addresses_of
 from ckpt_engine.transport.base import Network
 
 RELAY_LISTEN, RELAY_INSECURE = "CKPT_ENGINE_RELAY_LISTEN", "CKPT_ENGINE_RELAY_INSECURE"
@@ -83,8 +84,8 @@ EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
 def _towards(manager: str) -> str:
-    """The address from which this host reaches the manager. Sends nothing."""
-    host, port = split_address(manager)
+    """The address from which this host reaches the first manager that is named. Sends nothing."""
+    host, port = split_address(addresses_of(manager)[0].removeprefix("dns:///"))
     problem: OSError | None = None
     try:
         for family, kind, protocol, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):

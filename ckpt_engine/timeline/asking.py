@@ -6,6 +6,7 @@ import grpc
 
 from ckpt_engine.channel import ManagerStub, error_of, open_channel
 from ckpt_engine.core.problems import aborted, deadline, invalid, not_found
+from ckpt_engine.leader import reached
 from ckpt_engine.timeline.predicted import Whereabouts
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -27,7 +28,7 @@ async def report_of(
     """
     seconds = LOOK_SECONDS if wait is None else wait
     async with open_channel(manager) as channel:
-        stub = ManagerStub(channel)
+        stub = ManagerStub(await reached(channel))
         try:
             status = await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=ASK_SECONDS)
             if epoch is not None:

@@ -17,7 +17,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ckpt_engine.core.deadlines import NOTICE_SECONDS, Deadlines
-from ckpt_engine.core.problems import CkptEngineError, deadline, internal, precondition, unavailable
+from ckpt_engine.core.problems import CkptEngineError, ErrorCode, deadline, internal, precondition, unavailable
+from ckpt_engine.leader import names_several
 from ckpt_engine.machines.events import (
     PublicationDecided,
     PublishTable,
@@ -48,6 +49,15 @@ _TELL_SECONDS = 8.0
 """Seconds at the end of a collective's time for stopping, and for telling the others and the manager why."""
 
 
+class LostLeaderError(CkptEngineError):
+    """Raised for an update whose manager was lost, where several are named. version: that this rank has sealed for it;
+    None: it has not sealed."""
+
+    def __init__(self, problem: weights_pb2.Problem, version: int | None) -> None:
+        super().__init__(problem)
+        self.version = version
+
+
 class Background:
     """Runs one OfferingSession on a daemon thread, from `start` to `stop`."""
 
@@ -70,6 +80,7 @@ class Background:
         # Guarded by the condition: the machine's last notices.
         self._changed = threading.Condition()
         self._open = False
+        self._sessions = 0  # that were opened so far
         self._lost: weights_pb2.Problem | None = None
         self._final = False
         self._decision: PublicationDecided | None = None
@@ -155,20 +166,32 @@ class Background:
     def update(
         self, request: manager_pb2.UpdateWeightsRequest, seconds: float, on_progress: Progress | None
     ) -> manager_pb2.UpdateReport:
-        """Makes the UpdateWeights call and seals on this thread when asked to. Raises as `CallInFlight.serve`."""
+        """Makes the UpdateWeights call and seals on this thread when asked to. Raises as `CallInFlight.serve`;
+        LostLeaderError if the session ended with the call and another manager may lead."""
         self.require_running()
         assert self._session is not None
         self._call = call = CallInFlight()
+        with self._changed:
+            session = self._sessions if self._open else -1
         rpc = asyncio.run_coroutine_threadsafe(self._session.update(request, seconds, call.event), self._loop)
         waiting_notice = asyncio.run_coroutine_threadsafe(self._tell_what_it_waits_for(call), self._loop)
         try:
             rpc.add_done_callback(call.finish)
             return call.serve(on_progress, seconds)
+        except CkptEngineError as error:
+            if error.code == ErrorCode.UNAVAILABLE and names_several(self._address) and self._ended(session):
+                raise LostLeaderError(error.problem, call.version) from None
+            raise
         finally:
             self._call = None
             rpc.cancel()
             waiting_notice.cancel()
             call.close()
+
+    def _ended(self, session: int) -> bool:
+        """Whether a session has ended, or ends within NOTICE_SECONDS: a call may be told so first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._open or self._sessions != session, NOTICE_SECONDS)
 
     def wait_for_update(self, request: manager_pb2.WaitForUpdateRequest) -> manager_pb2.UpdateReport:
         """Returns the report of an update once it has ended. Any thread may call it. Raises CkptEngineError; an
@@ -247,7 +270,7 @@ class Background:
         call = self._call
         if call is None:
             raise precondition("this rank does not wait in update_weights, so its weights may be changing")
-        call.sealed = task.epoch
+        call.sealed, call.version = task.epoch, task.version
 
         def seal() -> SealFigures:
             self._broken = self._part.broken()
@@ -287,6 +310,7 @@ class Background:
             match notice:
                 case SessionOpened(cluster):
                     self._open, self._lost = True, None
+                    self._sessions += 1
                     logger.info("connected to the manager at %s (cluster %s)", self._address, cluster)
                 case SessionEnded(problem, final, patience=patience):
                     # A final refusal of the first session is raised by the call that needs it.

@@ -32,7 +32,7 @@ from ckpt_engine.options import MemoryTag, Progress, UpdateOptions, options_mess
 from ckpt_engine.replica_wait import ReplicaWait
 from ckpt_engine.report import UpdateReport
 from ckpt_engine.source.open import Publishable, open_source
-from ckpt_engine.trainer.background import Background
+from ckpt_engine.trainer.background import Background, LostLeaderError
 from ckpt_engine.trainer.lineage import resolve_lineage, resolve_rank
 from ckpt_engine.trainer.sealer import Sealer
 from ckpt_engine.v1 import manager_pb2
@@ -48,7 +48,8 @@ logger = logging.getLogger("ckpt_engine.trainer")
 class Trainer:
     """One trainer rank. Use it as a context manager, or call `close`.
 
-    address: the manager, host:port. It need not run yet; a lost one is dialled again by itself.
+    address: the manager, host:port, or several with commas between them, of which one leads. It need not run yet; a
+        lost one is dialled again by itself.
     rank, world_size: of the ranks that publish; each has a Trainer of its own in its own process. None: those of
         torchrun (RANK, WORLD_SIZE), else of the step that srun started (SLURM_PROCID, SLURM_STEP_NUM_TASKS), else the
         only one. If one process alone publishes for several, it gives 0 and 1.
@@ -227,8 +228,9 @@ class Trainer:
 
         Returns the report also if some replicas failed: look at `report.ok`. Raises CkptEngineError when the update
         was refused (INVALID_ARGUMENT, FAILED_PRECONDITION: no replica was touched) or could not be brought to a report
-        (ABORTED, UNAVAILABLE, DEADLINE_EXCEEDED). KeyboardInterrupt cancels the call. The next update repairs
-        whatever an unfinished one left.
+        (ABORTED, UNAVAILABLE, DEADLINE_EXCEEDED). Where several managers are named and the one that leads is lost, this
+        waits for the next one and asks it for the same version. KeyboardInterrupt cancels the call. The next update
+        repairs whatever an unfinished one left.
         """
         if version is not None:
             checked_version(version)
@@ -249,6 +251,14 @@ class Trainer:
                 try:
                     remaining = end - time.monotonic() + limits.call_grace
                     report = UpdateReport(self._background.update(request, remaining, on_progress))
+                except LostLeaderError as lost:
+                    # Whatever was decided, it was for the version that this rank has sealed, if it has.
+                    if lost.version is not None:
+                        request.version = lost.version
+                    if time.monotonic() + POLL_SECONDS >= end:
+                        raise
+                    logger.warning("the manager was lost during the update, which goes on with another one: %s", lost)
+                    time.sleep(POLL_SECONDS)
                 except CkptEngineError as refusal:
                     if self._republish is None or not refusal.problem.kept:
                         raise

@@ -1,6 +1,6 @@
 """A real manager on free loopback ports, with a ledger of the test's own."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from scripted_members import stub_at
 from ckpt_engine.channel import ManagerStub
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.manager.service import ManagerConfig, ManagerServer
-from tests import postgresql as servers
+from tests.postgresql import postgresql  # noqa: F401  # a fixture
 
 
 @pytest.fixture
@@ -57,11 +57,4 @@ def keys(tmp_path: Path) -> Keys:
 async def asking(config: ManagerConfig, keys: Keys) -> AsyncIterator[ManagerServer]:
     """A manager over TLS that asks for tokens."""
     async with ManagerServer(replace(config, security=keys.asking)) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def postgresql() -> Iterator[servers.Server]:
-    """A PostgreSQL server, for tests that do not end it. Skips them where there is none."""
-    with servers.running() as server:
         yield server

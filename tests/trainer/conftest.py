@@ -11,6 +11,7 @@ from trainer_world import manager_config
 
 from ckpt_engine.manager.service import running_manager
 from ckpt_engine.v1.weights_pb2 import Identity
+from tests.postgresql import postgresql  # noqa: F401  # a fixture
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import torch
 
-from ckpt_engine.channel import ManagerStub
+from ckpt_engine.channel import ManagerStub, open_blocking_channel
 from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.digest.boxes import digest_boxes
 from ckpt_engine.host.facts import this_host
@@ -66,7 +66,7 @@ class PlainReplica:
 
     def _run(self) -> None:
         while not self._ending.is_set():
-            with grpc.insecure_channel(self._address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+            with open_blocking_channel(self._address) as channel:
                 self._stub: Any = ManagerStub(channel)
                 self._outgoing: queue.SimpleQueue[manager_pb2.ReplicaMessage | None] = queue.SimpleQueue()
                 self._send(hello=self._hello())

@@ -15,6 +15,7 @@ from ckpt_engine.channel import ManagerStub, open_channel
 from ckpt_engine.core.json_text import load_json
 from ckpt_engine.core.problems import CkptEngineError, deadline, error, invalid
 from ckpt_engine.integrations.verl.options import Options
+from ckpt_engine.leader import reached
 from ckpt_engine.v1 import manager_pb2
 from ckpt_engine.v1.weights_pb2 import Problem
 
@@ -211,7 +212,7 @@ class ReplicaActor:
         """Asks the manager for the replica: its URL if it serves, else None and the reason."""
         channel = open_channel(self._options.manager)
         try:
-            stub = ManagerStub(channel)
+            stub = ManagerStub(await reached(channel))
             status = await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=CALL_SECONDS)
         except Exception as error:
             return None, f": the manager at {self._options.manager} does not answer: {error}"
