@@ -14,6 +14,7 @@ from ckpt_engine.core.absent import absent_in_all
 from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.message_json import as_dict
 from ckpt_engine.core.names import NAMES_SHOWN, some
+from ckpt_engine.core.scrub import difference_words
 from ckpt_engine.machines.manager.report import is_verified
 from ckpt_engine.v1 import manager_pb2
 
@@ -109,6 +110,12 @@ class ReplicaReport:
     def label_problem(self) -> str:
         """Why the version that the engine itself names with its tokens may be wrong; empty if it is right."""
         return self.message.label_problem
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """What scrubs had found changed in the weights that it held before, which had closed it: tensor, box, worker
+        and when."""
+        return tuple(map(difference_words, self.message.differences))
 
     @property
     def nbytes(self) -> int:
@@ -544,6 +551,7 @@ def _table(report: UpdateReport) -> str:
         (each.name, problem) for each in report.replicas for problem in (each.problem, each.label_problem)
     )
     problems = [f"{name}: {problem}" for name, problem in problems_by_name if problem]
+    problems += [f"{each.name}: had been closed: {words}" for each in report.replicas for words in each.differences]
     warnings = [f"warning: {warning}" for warning in report.warnings]
     relays = [*map(str, report.relays), *([report.prefetch] if report.relays else [])]
     collective = [] if report.collective.startswith("no collective") else [report.collective]

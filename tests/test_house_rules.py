@@ -63,6 +63,8 @@ NAMES_TRANSPORTS = {
 
 LOADS_TRANSPORTS = {
     "ckpt_engine/commands/relay.py": "--ucx-devices is an option for one transport",
+    "ckpt_engine/relay/archive.py": "versions on the disk of a relay, which it alone reads",
+    "ckpt_engine/relay/process.py": "the same",
     "ckpt_engine/doctor/ucx_checks.py": "rows about one transport, which its kind names",
     "ckpt_engine/install/part.py": "a worker's part in a collective",
     "ckpt_engine/relay/door.py": "the owner's side of a relay's memory",

@@ -49,11 +49,12 @@ class FollowingAgent:
         root: Path | None = None,
         sleeps: bool = False,
         stage_memory: str = "",
+        scrub_seconds: str = "",
     ) -> None:
         """arguments, model: of the engine, as on node 0. say: gets a plain line for each event, on the loop. on_output:
         gets the engine's output lines, on another thread. root: folder for the engine's directory; None: the default.
-        sleeps: the engine is launched so that it can give memory up. stage_memory: of each worker, as in
-        --stage-memory.
+        sleeps: the engine is launched so that it can give memory up. stage_memory, scrub_seconds: of each
+        worker, as in --stage-memory and --scrub-seconds.
 
         Raises ValueError, UnknownAdapterError: such an engine cannot be started.
         """
@@ -66,7 +67,7 @@ class FollowingAgent:
         self._on_output = on_output
         self._root = root
         self._sleeps = sleeps
-        self._stage_memory = stage_memory
+        self._by_environment = stage_memory, scrub_seconds
         self._plan_of = node_plan_of(kind)
         self._plan_of(arguments, 0, model, NodePart(nodes.nodes, nodes.rank, nodes.host, 1))
         self._machine = FollowerMachine(
@@ -218,7 +219,7 @@ class FollowingAgent:
         self._page = new_page(self._directory, self._page)
         plan = self._plan_of(self._arguments, 0, self._model, part)
         log = new_log(self._root, f"{self._kind}-node-{self._nodes.rank}-{socket.gethostname()}-{os.getpid()}")
-        own = self._directory, log, self._deadlines, self._on_output, self._stage_memory
+        own = self._directory, log, self._deadlines, self._on_output, *self._by_environment
         return engine_process(plan, self._sleeps, *own), log
 
     async def _stop(self) -> None:

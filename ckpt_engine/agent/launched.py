@@ -68,6 +68,7 @@ class LaunchSettings:
     sleeps: bool = False  # launch it so that it can give memory up
     advertise: str = ""  # the host in the URL that other hosts get, if it listens beyond loopback
     stage_memory: str = ""  # of each worker, as in --stage-memory
+    scrub_seconds: str = ""  # of each worker, as in --scrub-seconds
 
 
 class LaunchedEngine:
@@ -295,6 +296,7 @@ class LaunchedEngine:
             self._deadlines,
             self._on_output,
             self._settings.stage_memory,
+            self._settings.scrub_seconds,
         )
         self._process = process
         await process.start()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ckpt_engine.gate.counts import total_counts
 from ckpt_engine.scraping import labelled
+from ckpt_engine.v1 import manager_pb2
 
 
 @dataclass
@@ -21,6 +22,7 @@ class AgentState:
     connected: bool = False  # it has a session with the manager
     up: bool = False  # the engine answers
     starts: int = 0  # how often the engine came up
+    scrubs: dict[int, manager_pb2.WorkerScrub] = field(default_factory=dict)  # as its workers told them last, by rank
 
 
 def of_agent(state: AgentState) -> Iterable[Metric]:
@@ -32,8 +34,23 @@ def of_agent(state: AgentState) -> Iterable[Metric]:
     yield from labelled(GaugeMetricFamily, "replica", state.replica, gauges)
     starts = {"ckpt_engine_engine_starts": ("How often the engine came up.", state.starts)}
     yield from labelled(CounterMetricFamily, "replica", state.replica, starts)
+    yield from _of_scrubs(state.replica, list(state.scrubs.values()))
     if state.directory is not None:
         yield from _of_gate(state.replica, state.directory)
+
+
+def _of_scrubs(replica: str, scrubs: list[manager_pb2.WorkerScrub]) -> Iterable[Metric]:
+    counters = {
+        "ckpt_engine_worker_scrub_passes": (
+            "How often all parameters were hashed again, of the worker that is furthest behind.",
+            min((scrub.passes for scrub in scrubs), default=0),
+        ),
+        "ckpt_engine_worker_scrub_differences": (
+            "Parts of them that did not hash to what was sealed.",
+            sum(scrub.differences for scrub in scrubs),
+        ),
+    }
+    yield from labelled(CounterMetricFamily, "replica", replica, counters)
 
 
 def _of_gate(replica: str, directory: Path) -> Iterable[Metric]:

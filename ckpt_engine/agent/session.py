@@ -232,7 +232,7 @@ class ReplicaAgent:
         self._feed(ready)
 
     def engine_exited(self, reason: str) -> None:
-        self._state.up = False
+        self._state.up, self._state.scrubs = False, {}
         self._forget_unanswered()
         self._feed(events.EngineExited(reason))
 
@@ -266,6 +266,8 @@ class ReplicaAgent:
     async def _answer_worker(self, request: worker_pb2.WorkerRequest) -> worker_pb2.AgentReply | None:
         if self._loop is not None and self._loop.problem is not None:
             return None
+        if request.HasField("scrub"):
+            self._state.scrubs[request.rank] = request.scrub
         reply = await self._questions.ask(request)
         if reply is not None and reply.HasField("install"):
             self._reports.expect(request.rank, request.boot_id)

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from ckpt_engine.agent.process import EngineProcess, LineSink, torchrun_variables
+from ckpt_engine.core import scrub
 from ckpt_engine.core import stage_memory as stage
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.engine.adapter import LaunchPlan
@@ -29,13 +30,15 @@ def engine_process(
     deadlines: Deadlines,
     on_output: LineSink | None,
     stage_memory: str = "",
+    scrub_seconds: str = "",
 ) -> EngineProcess:
     """An engine process, not started yet; its workers find `directory`, and their stage memory, by its environment.
-    sleeps: launch it so that it can give memory up. stage_memory: empty: what the agent's environment says."""
-    own = {stage.ENVIRONMENT: stage_memory} if stage_memory else {}
+    sleeps: launch it so that it can give memory up. stage_memory, scrub_seconds: empty: what the agent's environment
+    says."""
+    own = {stage.ENVIRONMENT: stage_memory, scrub.ENVIRONMENT: scrub_seconds}
     return EngineProcess(
         plan.command(sleeps),
-        {**plan.env, ENVIRONMENT: str(directory.path), **own},
+        {**plan.env, ENVIRONMENT: str(directory.path), **{name: value for name, value in own.items() if value}},
         log,
         on_line=on_output,
         grace_seconds=deadlines.engine_grace,

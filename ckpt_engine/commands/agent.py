@@ -23,6 +23,7 @@ from ckpt_engine.commands.engine_choice import Engine
 from ckpt_engine.commands.loading import end_loading
 from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr, utc
 from ckpt_engine.commands.options import Deadline, configured_deadlines
+from ckpt_engine.core import scrub
 from ckpt_engine.core import stage_memory as stage
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.transports import worker_kinds
@@ -62,6 +63,14 @@ def _check_stage_memory(text: str) -> str:
         stage.stage_bytes(text)
     except CkptEngineError as error:
         raise typer.BadParameter(f"{error.problem.message}; or auto, or 0") from error
+    return text
+
+
+def _check_scrub(text: str) -> str:
+    try:
+        scrub.scrub_seconds(text)
+    except CkptEngineError as error:
+        raise typer.BadParameter(error.problem.message) from error
     return text
 
 
@@ -174,6 +183,16 @@ def agent(
             "half of what is free (docs/staging.md).",
         ),
     ] = stage.NONE,
+    scrub_seconds: Annotated[
+        str,
+        typer.Option(
+            envvar=scrub.ENVIRONMENT,
+            metavar="SECONDS",
+            callback=_check_scrub,
+            help="Each worker hashes its weights again within so many seconds, between updates, and closes the replica "
+            "if they have changed; 0: never (docs/scrub.md).",
+        ),
+    ] = f"{scrub.DEFAULT_SECONDS:g}",
     metrics: Annotated[
         str,
         typer.Option(
@@ -230,6 +249,12 @@ def agent(
             f"{stage_memory}",
             param_hint=stage.OPTION,
         )
+    if url and scrub_seconds not in (f"{scrub.DEFAULT_SECONDS:g}", os.environ.get(scrub.ENVIRONMENT)):
+        raise typer.BadParameter(
+            f"an engine that runs is scrubbed by its own environment: start it with {scrub.ENVIRONMENT}="
+            f"{scrub_seconds}",
+            param_hint=scrub.OPTION,
+        )
     modes = {
         Mode.STANDALONE: manager_pb2.MODE_STANDALONE,
         Mode.HYBRID: manager_pb2.MODE_HYBRID,
@@ -253,6 +278,7 @@ def agent(
         sleeps=mode is not Mode.STANDALONE,
         advertise=advertise,
         stage_memory=stage_memory,
+        scrub_seconds=scrub_seconds,
     )
     deadlines = configured_deadlines(deadline)
     log_to_stderr(log_level, log_format, **fields)
@@ -282,6 +308,7 @@ def agent(
                 _pass_on if engine_output else None,
                 sleeps=launch.sleeps,
                 stage_memory=stage_memory,
+                scrub_seconds=scrub_seconds,
             )
             _run_to_the_end(agent, own_relay)
             return

@@ -91,6 +91,18 @@ def relay(
             "lane with helper processes of its own, or all. Nothing is encrypted. Default: no UCX.",
         ),
     ] = "",
+    archive: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="CKPT_ENGINE_RELAY_ARCHIVE",
+            metavar="DIR",
+            help="Keep the versions that it was filled with on disk too, so that they can be served again after "
+            "everything was restarted. Default: none is kept.",
+        ),
+    ] = None,
+    keep: Annotated[
+        int, typer.Option(metavar="N", help="Versions that --archive keeps, 1 to 60; fewer if the disk is full.")
+    ] = 50,
     metrics: Annotated[
         str,
         typer.Option(
@@ -138,6 +150,8 @@ def relay(
             advertise=advertise,
             insecure=insecure,
             metrics=metrics,
+            archive=None if archive is None else archive.absolute(),
+            keep=keep,
             deadlines=deadlines,
         )
     except CkptEngineError as error:

@@ -22,6 +22,7 @@ from ckpt_engine.commands.lines import PIPE_COLUMNS, Text, table_console
 from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.message_json import as_json
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.scrub import scrub_words
 from ckpt_engine.machines.ledger_tasks import OperatorHold
 from ckpt_engine.machines.manager.status import replica_state
 from ckpt_engine.report import DeploymentReport, ReplicaReport, gpu_uuid, human_bytes
@@ -137,7 +138,7 @@ def version_of(identity: weights_pb2.Identity) -> str:
 
 def _troubles(answer: manager_pb2.GetStatusResponse) -> list[Text]:
     """Lines below the table: why replicas do not serve, or could not take the last version; engines with wrong version
-    labels; stage memory; slow relays. Yellow: it serves."""
+    labels; scrubs; stage memory; slow relays. Yellow: it serves."""
     lines = []
     for replica in answer.replicas:
         unfit = f"left out of updates: {replica.unfit.message}" if replica.HasField("unfit") else ""
@@ -154,6 +155,9 @@ def _troubles(answer: manager_pb2.GetStatusResponse) -> list[Text]:
             lines.append(Text(f"{replica.name}: {replica.engine_check}", style="yellow"))
         absent = ReplicaReport(replica.last_outcome).absent
         lines += [Text(f"{replica.name}: {row}", style="dim") for row in absent]
+        if scrub := scrub_words(replica.scrubs, time.time()):
+            torn = any(each.differences for each in replica.scrubs)
+            lines.append(Text(f"{replica.name}: scrub: {scrub}", style="yellow" if torn else "dim"))
         if replica.stage_memory:
             lines.append(Text(f"{replica.name}: stage memory: {replica.stage_memory}", style="dim"))
         for each in replica.unopened:

@@ -39,6 +39,8 @@ from ckpt_engine.install.part import InstallPart
 from ckpt_engine.install.plans import ReadyPlan, ReadyPlans
 from ckpt_engine.install.ready import Ready, await_device, warm_up
 from ckpt_engine.install.resolve import bind
+from ckpt_engine.install.scrub import Installed, Scrub
+from ckpt_engine.install.scrub_share import unscrubbed
 from ckpt_engine.install.stage_memory import StageMemory
 from ckpt_engine.record.loading import load
 from ckpt_engine.record.record import record
@@ -66,15 +68,18 @@ class Installer:
         transports: Mapping[str, Transport],
         stage: StageMemory | None = None,
         tell: Tell = lambda _: True,
+        scrub: Scrub | None = None,
     ) -> None:
         """transports: of this process, by name (`transport.registry.all_transports()`). stage: memory for what is
-        brought before a pause. tell: takes the news of that."""
+        brought before a pause. tell: takes the news of that. scrub: compares what was installed again afterwards."""
         self._target = target
         self._slot = slot
         self._recordings: OrderedDict[bytes, tuple[Recording, object]] = OrderedDict()
+        self._unscrubbed: dict[bytes, Sequence[manager_pb2.Unscrubbed]] = {}  # by the digest of a recording's manifest
         self._plans = ReadyPlans(target, slot.rank, dict(transports), self.recorded)
         self._early = EarlyCopies(stage or StageMemory(NONE, torch.device("cpu")))
         self._tell = tell
+        self._scrub = scrub or Scrub(slot, 0.0, lambda _: None, lambda: False)
         self._part = InstallPart(target)
         self._constants = Constants(target)
         self._fence = weights_pb2.Fence()
@@ -157,7 +162,7 @@ class Installer:
             if order.fence.epoch == self._fence.epoch:
                 raise aborted(f"worker {self._slot.rank} has already seen epoch {order.fence.epoch}")
             self._fence = weights_pb2.Fence(cluster=order.fence.cluster, epoch=order.fence.epoch)
-            with self._part.leaving(order):
+            with self._scrub.halted(), self._part.leaving(order):
                 run.everything()
         except Exception as error:
             run.report.problem.CopyFrom(problem_of(error, "installing"))
@@ -188,7 +193,9 @@ class Installer:
         self._early.stop()
 
     def give_back(self) -> None:
-        """Frees stage memory, with what lies there, until the next plan is made ready."""
+        """Frees stage memory, with what lies there, until the next plan is made ready, and has no parameter hashed: the
+        engine is about to give memory up."""
+        self._scrub.give_up()
         self._early.drop(silent=False)
         self._plans.forget_early()
         self._early.give_back()
@@ -206,6 +213,7 @@ class Installer:
     def release(self) -> None:
         """Releases the memory of all sources and of the model; the next install opens it again. The worker stays a
         member of its collective, since the others would not form another one for it alone."""
+        self._scrub.forget()
         self._early.drop()
         self._part.release()
         self._plans.release()
@@ -213,6 +221,7 @@ class Installer:
     def close(self) -> None:
         """Releases as `release` does, and leaves the collective."""
         try:
+            self._scrub.close()
             self.give_back()
             self.release()
         finally:
@@ -247,8 +256,10 @@ class Installer:
         recording = record(manifest, self._target, stop_at, digest=digest)
         warm_up(recording, self._target.named_tensors())
         self._recordings[digest] = (recording, layout)
+        if self._scrub.is_on:
+            self._unscrubbed[digest] = unscrubbed(recording, self._target)
         while len(self._recordings) > _MOST_RECORDINGS:
-            self._recordings.popitem(last=False)
+            self._unscrubbed.pop(self._recordings.popitem(last=False)[0], None)
         return recording
 
 
@@ -336,6 +347,19 @@ class _InstallRun:
         self._installer._plans.serve(plan)
         self._installer._early.drop()
         trace("worker.install", "clean")
+        assert plan.standing is not None  # `lay_out` has made it
+        unscrubbed = self._installer._unscrubbed.get(recording.manifest_digest, ())
+        self._installer._scrub.follow(
+            Installed(
+                self._order.fence.epoch,
+                self._order.identity,
+                recording,
+                resident.checks,
+                plan.standing,
+                expected,
+                unscrubbed,
+            )
+        )
 
     def _checked_order(self) -> Sequence[int]:
         identity = self._order.identity

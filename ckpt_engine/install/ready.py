@@ -31,7 +31,8 @@ _POLL_SECONDS = 20e-6
 Landed = Mapping[tuple[int, Box], torch.Tensor]
 """Memory for what a collective brings of tensors without resident memory, by tensor of the manifest and box."""
 
-_Check = tuple[int, torch.Tensor, tuple[int, ...], bool]
+Check = tuple[int, torch.Tensor, tuple[int, ...], bool]
+"""(need, view in global axis order, its first coordinate, whether the model keeps it widened)"""
 
 
 class Ready:
@@ -59,7 +60,8 @@ class Ready:
             )
             for checks in _groups(bound.checks)
         ]
-        self.needs = {need for need, *_ in bound.checks}  # that are digested
+        self.checks: Sequence[Check] = bound.checks  # what is digested
+        self.needs = {need for need, *_ in bound.checks}
 
     def copy(self, on_bytes: Callable[[int], None]) -> None:
         """Writes all loaded bytes and waits until they have arrived. Raises what `on_bytes` raises."""
@@ -132,8 +134,8 @@ def warm_up(recording: Recording, tensors: Iterable[tuple[str, torch.Tensor]]) -
         log.warning("ckpt-engine: kernels could not be compiled ahead", exc_info=True)
 
 
-def _groups(checks: Sequence[_Check]) -> list[Sequence[_Check]]:
+def _groups(checks: Sequence[Check]) -> list[Sequence[Check]]:
     near = [check for check in checks if check[1].device.type != "cuda"]
     far = [check for check in checks if check[1].device.type == "cuda"]
-    groups: list[Sequence[_Check]] = [near[i : i + _CHECKS_AT_ONCE] for i in range(0, len(near), _CHECKS_AT_ONCE)]
+    groups: list[Sequence[Check]] = [near[i : i + _CHECKS_AT_ONCE] for i in range(0, len(near), _CHECKS_AT_ONCE)]
     return [far, *groups] if far else groups

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from ckpt_engine.core import scrub as scrubs
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.stage_memory import ENVIRONMENT, NONE
@@ -25,6 +26,7 @@ from ckpt_engine.gate.directory import EngineDirectory
 from ckpt_engine.gate.page import EnginePage
 from ckpt_engine.install.channel import WorkerChannel
 from ckpt_engine.install.installer import Installer
+from ckpt_engine.install.scrub import Scrub
 from ckpt_engine.install.self_check import SelfCheck
 from ckpt_engine.install.stage_memory import StageMemory
 from ckpt_engine.transport.base import Transport
@@ -50,20 +52,24 @@ class EngineWorker:
         deadlines: Deadlines | None = None,
         model: str = "",
         stage_memory: str | None = None,
+        scrub_seconds: str | None = None,
     ) -> None:
         """Claims the worker's slot: from now on it holds no version, and the engine's gate is closed.
 
         rank: among all workers of the engine, 0 to world_size - 1. transports: default, all that work here.
         deadlines: default, from the environment. model: architecture, quantisation, layout, graphs and device; the
         result of a self-check is kept by it. stage_memory: as the agent's `--stage-memory`; default, from the
-        environment. Raises OSError, ValueError: the directory, the slot or that memory cannot be had, and the engine
-        should not start.
+        environment. scrub_seconds: as the agent's `--scrub-seconds`; default, from the environment.
+
+        Raises OSError, ValueError: the directory, the slot or that memory cannot be had, and the engine should not
+        start.
         """
         directory = directory if isinstance(directory, EngineDirectory) else EngineDirectory(directory)
         self._deadlines = deadlines or Deadlines.from_environment(os.environ)
         self._page = EnginePage(directory.page)
         self.slot = self._page.claim(rank, world_size)
         self._channel = WorkerChannel(directory.endpoint, rank, self.slot.boot_id, self._deadlines.worker_attempt)
+        self._scrub = Scrub(self.slot, _scrub_seconds(scrub_seconds), self._scrubbed, self._is_asleep)
         text = os.environ.get(ENVIRONMENT, NONE) if stage_memory is None else stage_memory
         self._installer = Installer(
             target,
@@ -71,6 +77,7 @@ class EngineWorker:
             all_transports() if transports is None else transports,
             _stage_memory(text, target),
             self._early,
+            self._scrub,
         )
         self._check = SelfCheck(target, self._installer, self.slot, world_size)
         self._model = model
@@ -137,7 +144,8 @@ class EngineWorker:
 
         Never raises. May be called any number of times before the memory is discarded.
         """
-        self.slot.none()
+        with self._scrub.halted():  # which may mark it DIRTY
+            self.slot.none()
         try:
             self._installer.discarding()
         except Exception:
@@ -153,7 +161,8 @@ class EngineWorker:
 
     def close(self) -> None:
         """Ends the worker: it holds no version any more."""
-        self.slot.none()
+        with self._scrub.halted():  # which may mark it DIRTY
+            self.slot.none()
         try:
             self._installer.close()
         finally:
@@ -174,6 +183,13 @@ class EngineWorker:
         """Tells the agent how far bringing into stage memory is; returns whether it waits for that."""
         return self._ask(worker_pb2.WorkerRequest(early=news)).HasField("acknowledged")
 
+    def _scrubbed(self, news: manager_pb2.WorkerScrub) -> None:
+        """Tells the agent how far the scrub is; this may be lost, and is told again. On the scrub's thread."""
+        self._channel.tell(worker_pb2.WorkerRequest(scrub=news))
+
+    def _is_asleep(self) -> bool:
+        return bool(self._page.marked().sleeping)
+
     def _progress(self, fence: weights_pb2.Fence, stage: manager_pb2.Stage, done: int, total: int) -> None:
         now = time.monotonic()
         if now - self._last_progress >= PROGRESS_SECONDS:
@@ -185,6 +201,14 @@ class EngineWorker:
         why = reply.refused.message if reply.HasField("refused") else "the agent gave no order"
         log.warning("ckpt-engine: worker %d does nothing: %s", self.slot.rank, why)
         return False
+
+
+def _scrub_seconds(text: str | None) -> float:
+    """The scrub's interval. Raises ValueError."""
+    try:
+        return scrubs.scrub_seconds(os.environ.get(scrubs.ENVIRONMENT, "") if text is None else text)
+    except CkptEngineError as error:
+        raise ValueError(error.problem.message) from error
 
 
 def _stage_memory(text: str, target: LoadTarget) -> StageMemory:

@@ -23,6 +23,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ckpt_engine.core.enums import enum_label
+from ckpt_engine.core.scrub import oldest_pass, share
 from ckpt_engine.machines.manager.status import REPLICA_STATES, replica_state
 from ckpt_engine.manager.about import software_version
 from ckpt_engine.manager.blobs import BlobStore
@@ -89,6 +90,11 @@ class ManagerMetrics:
             "Updates that were carried out with weights that hold NaN or infinity.",
             registry=self.registry,
         )
+        self._differences = Counter(
+            "ckpt_engine_scrub_differences",
+            "Differences that scrubs found between what replicas held and what was sealed, once an update mended them.",
+            registry=self.registry,
+        )
         self._gather_seconds = Histogram(
             "ckpt_engine_gather_seconds",
             "From the first trainer rank's call of an update to the last one's: what ranks waited for each other.",
@@ -148,6 +154,7 @@ class ManagerMetrics:
             [each.replica for each in report.replicas if each.outcome == manager_pb2.OUTCOME_NEW_SERVING]
         )
         for replica in report.replicas:
+            self._differences.inc(len(replica.differences))
             self._outcomes.labels(enum_label(manager_pb2.Outcome, replica.outcome)).inc()
             if replica.pause_seconds > 0:
                 self._pause_seconds.observe(replica.pause_seconds)
@@ -223,6 +230,7 @@ class _Current(Collector):
             since.add_metric((), max(0.0, time.time() - self.success))
         yield since
         yield from self._of_replicas(status)
+        yield from _of_scrubs(status)
         yield from _of_relays(status)
         yield GaugeMetricFamily("ckpt_engine_blob_bytes", "Bytes of stored blobs.", value=self._blobs.stored_bytes)
         yield GaugeMetricFamily("ckpt_engine_blobs", "Stored blobs.", value=len(self._blobs))
@@ -254,8 +262,29 @@ class _Current(Collector):
         held = GaugeMetricFamily(
             "ckpt_engine_replica_held", "1 while an operator holds it: no update is for it.", labels=("replica",)
         )
+        scrub_age = GaugeMetricFamily(
+            "ckpt_engine_replica_scrub_age_seconds",
+            "Since all that its scrubs compare was last found right, of its worker that is furthest behind; absent "
+            "before its first pass, and without scrubs.",
+            labels=("replica",),
+        )
+        scrub_share = GaugeMetricFamily(
+            "ckpt_engine_replica_scrub_share",
+            "The share of its model's bytes that its scrubs compare; absent without scrubs.",
+            labels=("replica",),
+        )
+        differences = GaugeMetricFamily(
+            "ckpt_engine_replica_scrub_differences",
+            "Differences that the scrubs of its present workers have found.",
+            labels=("replica",),
+        )
         self._forget_gone(status)
         for replica in status.replicas:
+            if replica.scrubs:
+                scrub_share.add_metric((replica.name,), share(replica.scrubs))
+                differences.add_metric((replica.name,), sum(each.differences for each in replica.scrubs))
+            if (at := oldest_pass(replica.scrubs)) is not None:
+                scrub_age.add_metric((replica.name,), max(0.0, time.time() - at))
             drift.add_metric((replica.name,), replica.drift.seconds)
             held.add_metric((replica.name,), int(replica.HasField("hold")))
             for each in REPLICA_STATES:
@@ -266,7 +295,27 @@ class _Current(Collector):
                     lag.add_metric((replica.name,), status.latest.version - replica.identity.version)
             if replica.name in self.replicas:
                 since.add_metric((replica.name,), max(0.0, time.time() - self.replicas[replica.name]))
-        yield from (state, version, lag, since, drift, held)
+        yield from (state, version, lag, since, drift, held, scrub_age, scrub_share, differences)
+
+
+def _of_scrubs(status: manager_pb2.GetStatusResponse) -> Iterable[Metric]:
+    """The scrubs of all connected replicas together."""
+    scrubs = [scrub for replica in status.replicas if replica.connected for scrub in replica.scrubs]
+    yield GaugeMetricFamily(
+        "ckpt_engine_scrub_bytes", "Bytes that scrubs compare.", value=sum(each.bytes for each in scrubs)
+    )
+    yield GaugeMetricFamily(
+        "ckpt_engine_unscrubbed_bytes",
+        "Bytes of models that scrubs cannot compare with what was sealed.",
+        value=sum(each.bytes for scrub in scrubs for each in scrub.unscrubbed),
+    )
+    age = GaugeMetricFamily(
+        "ckpt_engine_scrub_age_seconds",
+        "Since the worker whose scrub is furthest behind ended its last pass; absent while one has ended none.",
+    )
+    if (at := oldest_pass(scrubs)) is not None:
+        age.add_metric((), max(0.0, time.time() - at))
+    yield age
 
 
 def _of_relays(status: manager_pb2.GetStatusResponse) -> Iterable[Metric]:

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from ckpt_engine.core.scrub import scrub_words
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import OperatorHold
 from ckpt_engine.machines.manager.members import Replica
@@ -83,6 +84,7 @@ def _replica(
         drift="" if drift is None else drift.reason,
         hold="" if hold is None else hold.describe(replica.name),
         unfit="" if unfit is None else unfit.message,
+        scrub=scrub_words(replica.scrubs),
         host=replica.host.name,
         workers=len(replica.workers),
         pause_seconds=None if outcome is None else outcome.pause_seconds,

@@ -11,6 +11,7 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 
 from ckpt_engine.core.enums import enum_word
+from ckpt_engine.core.scrub import difference_words
 from ckpt_engine.machines import events
 from ckpt_engine.machines.events import Done, Key
 from ckpt_engine.manager.compiler import Compiler
@@ -82,6 +83,8 @@ class Tasks:
                     report.seconds,
                 )
                 for outcome in report.replicas:
+                    for found in outcome.differences:
+                        log.warning("brought anew name=%s since %s", outcome.replica, difference_words(found))
                     if outcome.outcome != manager_pb2.OUTCOME_NEW_SERVING:
                         name = enum_word(manager_pb2.Outcome, outcome.outcome)
                         problem = outcome.problem.message

@@ -36,13 +36,17 @@ from ckpt_engine.machines.relay.member import RelayMachine
 from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, LetGoOf, SlotFilled
 from ckpt_engine.relay import narration
 from ckpt_engine.relay.alone import alone
+from ckpt_engine.relay.archive import Archive
+from ckpt_engine.relay.archiving import Archiving
 from ckpt_engine.relay.fill import Progress
 from ckpt_engine.relay.metrics import RelayState, of_relay
 from ckpt_engine.relay.settings import RelaySettings
-from ckpt_engine.relay.slots import Slots
+from ckpt_engine.relay.slots import Slots, SlotVersion
 from ckpt_engine.relay.work import RelayWork
 from ckpt_engine.scraping import scraped_at
 from ckpt_engine.trainer.session import Notice, OfferingSession, SealFigures
+from ckpt_engine.transport.archive.files import ArchiveTransport
+from ckpt_engine.transport.archive.kind import NAME as ARCHIVE
 from ckpt_engine.transport.registry import all_transports
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -66,6 +70,8 @@ async def run_relay(settings: RelaySettings, stop: asyncio.Event) -> None:
         if scraped:
             log.info("metrics at http://%s/metrics", scraped)
         transports = all_transports()
+        if settings.archive is not None:
+            transports[ARCHIVE] = ArchiveTransport()
         slots = Slots(
             settings.called,
             this_host(settings.advertise),
@@ -75,17 +81,22 @@ async def run_relay(settings: RelaySettings, stop: asyncio.Event) -> None:
             settings.users,
             settings.network(),
         )
+        archive = None
         try:
+            if settings.archive is not None:
+                archive = await asyncio.to_thread(Archive, settings.archive, settings.keep, settings.called, slots.host)
             if slow := await asyncio.to_thread(warm_up):  # the first filling must not wait for a compiler
                 log.warning(
                     "%s: what is brought is digested by numpy, at a tenth of the speed; pip install numba", slow
                 )
-            relay = _Relay(settings, slots, tuple(transports), state)
+            relay = _Relay(settings, slots, tuple(transports), state, archive)
             try:
                 problem = await relay.until(stop)
             finally:
                 await relay.close("it was asked to stop" if stop.is_set() else "it cannot go on")
         finally:
+            if archive is not None:
+                await asyncio.to_thread(archive.close)
             await asyncio.to_thread(slots.close)
         if problem is not None:
             raise CkptEngineError(problem)
@@ -94,9 +105,11 @@ async def run_relay(settings: RelaySettings, stop: asyncio.Event) -> None:
 
 class _Relay:
     """One relay's session and threads. Made on the loop. slots: closed by the caller, after this. reads: names of
-    transports with which it can read. state: kept up to date for its metrics."""
+    transports with which it can read. state: kept up to date for its metrics. archive: closed by the caller, too."""
 
-    def __init__(self, settings: RelaySettings, slots: Slots, reads: Sequence[str], state: RelayState) -> None:
+    def __init__(
+        self, settings: RelaySettings, slots: Slots, reads: Sequence[str], state: RelayState, archive: Archive | None
+    ) -> None:
         self._settings = settings
         self._slots = slots
         self._work = RelayWork(slots, self._fetch, self._report_rate)
@@ -137,12 +150,17 @@ class _Relay:
         self._session = OfferingSession(
             settings.manager, machine, self._seal, self._notify, settings.deadlines.goodbye, self._perform, "relay"
         )
+        self._archiving = None
+        if archive is not None:
+            self._archiving = Archiving(archive, settings.manager, settings.called, slots.host, settings.deadlines)
 
     async def until(self, stop: asyncio.Event) -> weights_pb2.Problem | None:
         """Serves until `stop` is set (None), or until it cannot go on: then why."""
         stopping = asyncio.ensure_future(stop.wait())
         try:
             self._session.start()
+            if self._archiving is not None:
+                self._archiving.start()
             await asyncio.wait((stopping, self._final_problem), return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopping.cancel()
@@ -151,6 +169,8 @@ class _Relay:
     async def close(self, reason: str) -> None:
         """Says goodbye and stops a filling."""
         self._closing = True
+        if self._archiving is not None:
+            await self._archiving.close(reason)
         await self._session.stop(reason)
         self._work.stop()
         for pool in (self._worker, self._digester):
@@ -168,16 +188,26 @@ class _Relay:
         except CkptEngineError as error:
             log.warning("%s", narration.failed(task, error.problem))
             overtaken = error.problem.code == weights_pb2.Problem.ABORTED
+            if self._archiving is not None and isinstance(task, CountSlot | FillSlot) and not overtaken:
+                self._archiving.doubt(task.command.identity)
             self._state.failed += isinstance(task, CountSlot | FillSlot) and not overtaken
             raise
         finally:
             self._state.filling = self._state.filling and not fills
         if isinstance(done, SlotFilled) and isinstance(task, FillSlot):
             self._state.filled(done.answer, task.slot, task.more)
+            self._archive(self._slots.held(task.slot))
         self._filling.gpu_context_bytes = self._slots.gpu_context_bytes
         if line := narration.done(task, done):
             log.info("%s", line)
         return done
+
+    def _archive(self, held: SlotVersion | None) -> None:
+        if self._archiving is None or held is None:
+            return
+        if held.filled.faults or held.filled.missing:
+            self._archiving.doubt(held.identity)
+        self._archiving.take(held)
 
     async def _seal(self, task: SealSource, atoms: weights_pb2.Atoms) -> SealFigures:
         began = time.monotonic()

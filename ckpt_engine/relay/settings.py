@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ckpt_engine.addresses import split_address
 from ckpt_engine.connection import checked_address
@@ -18,6 +19,9 @@ from ckpt_engine.leader import addresses_of
 from ckpt_engine.transport.base import Network
 
 RELAY_LISTEN, RELAY_INSECURE = "CKPT_ENGINE_RELAY_LISTEN", "CKPT_ENGINE_RELAY_INSECURE"
+
+MOST_KEPT = 60
+"""Versions in an archive, at most: a holder names no more than 64."""
 
 LISTEN = "127.0.0.1:0"
 """Where a relay listens by default: other hosts do not reach it."""
@@ -37,6 +41,8 @@ class RelaySettings:
     advertise: str = ""  # name or address at which they reach it; empty: what it listens on
     insecure: bool = False  # other hosts may be sent weights without encryption
     metrics: str = ""  # host:port where Prometheus scrapes it; empty: nowhere
+    archive: Path | None = None  # directory of the versions that it keeps on disk; None: it keeps none
+    keep: int = 50  # versions in the archive
     deadlines: Deadlines = field(default_factory=lambda: Deadlines.from_environment(os.environ))
 
     def __post_init__(self) -> None:
@@ -45,6 +51,8 @@ class RelaySettings:
         split_address(self.listen, "--listen")
         if self.metrics:
             split_address(self.metrics, "--metrics")
+        if not 1 <= self.keep <= MOST_KEPT:
+            raise invalid(f"--keep is a number of versions from 1 to {MOST_KEPT}, not {self.keep}")
         if not 0 <= self.slot_grace <= LONGEST_SECONDS:
             raise invalid(f"--slot-grace is a number of seconds from 0 to {LONGEST_SECONDS:.0f}, not {self.slot_grace}")
         if self.memory < SLOTS * GROUP_BYTES:

@@ -561,7 +561,7 @@ class NotBrought(_message.Message):
     def __init__(self, identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ReplicaHeartbeat(_message.Message):
-    __slots__ = ("sequence", "workers", "serving", "asleep", "closed_reason", "label_problem", "engine_check", "stage_memory")
+    __slots__ = ("sequence", "workers", "serving", "asleep", "closed_reason", "label_problem", "engine_check", "stage_memory", "scrubs")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     SERVING_FIELD_NUMBER: _ClassVar[int]
@@ -570,6 +570,7 @@ class ReplicaHeartbeat(_message.Message):
     LABEL_PROBLEM_FIELD_NUMBER: _ClassVar[int]
     ENGINE_CHECK_FIELD_NUMBER: _ClassVar[int]
     STAGE_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    SCRUBS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     serving: bool
@@ -578,7 +579,62 @@ class ReplicaHeartbeat(_message.Message):
     label_problem: str
     engine_check: str
     stage_memory: str
-    def __init__(self, sequence: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., serving: bool = ..., asleep: bool = ..., closed_reason: _Optional[str] = ..., label_problem: _Optional[str] = ..., engine_check: _Optional[str] = ..., stage_memory: _Optional[str] = ...) -> None: ...
+    scrubs: _containers.RepeatedCompositeFieldContainer[WorkerScrub]
+    def __init__(self, sequence: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., serving: bool = ..., asleep: bool = ..., closed_reason: _Optional[str] = ..., label_problem: _Optional[str] = ..., engine_check: _Optional[str] = ..., stage_memory: _Optional[str] = ..., scrubs: _Optional[_Iterable[_Union[WorkerScrub, _Mapping]]] = ...) -> None: ...
+
+class WorkerScrub(_message.Message):
+    __slots__ = ("rank", "boot_id", "interval_seconds", "bytes", "unscrubbed", "passes", "passed_at", "pass_seconds", "idle", "differences", "last")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    INTERVAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    UNSCRUBBED_FIELD_NUMBER: _ClassVar[int]
+    PASSES_FIELD_NUMBER: _ClassVar[int]
+    PASSED_AT_FIELD_NUMBER: _ClassVar[int]
+    PASS_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    boot_id: bytes
+    interval_seconds: float
+    bytes: int
+    unscrubbed: _containers.RepeatedCompositeFieldContainer[Unscrubbed]
+    passes: int
+    passed_at: float
+    pass_seconds: float
+    idle: str
+    differences: int
+    last: ScrubDifference
+    def __init__(self, rank: _Optional[int] = ..., boot_id: _Optional[bytes] = ..., interval_seconds: _Optional[float] = ..., bytes: _Optional[int] = ..., unscrubbed: _Optional[_Iterable[_Union[Unscrubbed, _Mapping]]] = ..., passes: _Optional[int] = ..., passed_at: _Optional[float] = ..., pass_seconds: _Optional[float] = ..., idle: _Optional[str] = ..., differences: _Optional[int] = ..., last: _Optional[_Union[ScrubDifference, _Mapping]] = ...) -> None: ...
+
+class Unscrubbed(_message.Message):
+    __slots__ = ("reason", "bytes", "tensors")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    bytes: int
+    tensors: int
+    def __init__(self, reason: _Optional[str] = ..., bytes: _Optional[int] = ..., tensors: _Optional[int] = ...) -> None: ...
+
+class ScrubDifference(_message.Message):
+    __slots__ = ("rank", "tensor", "start", "stop", "identity", "epoch", "at")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    tensor: str
+    start: _containers.RepeatedScalarFieldContainer[int]
+    stop: _containers.RepeatedScalarFieldContainer[int]
+    identity: _weights_pb2.Identity
+    epoch: int
+    at: float
+    def __init__(self, rank: _Optional[int] = ..., tensor: _Optional[str] = ..., start: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[int]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., epoch: _Optional[int] = ..., at: _Optional[float] = ...) -> None: ...
 
 class Prepare(_message.Message):
     __slots__ = ("fence", "manifest", "deadline_seconds")
@@ -801,7 +857,7 @@ class StageEntered(_message.Message):
     def __init__(self, stage: _Optional[_Union[Stage, str]] = ..., after: _Optional[float] = ...) -> None: ...
 
 class ReplicaOutcome(_message.Message):
-    __slots__ = ("replica", "fence", "outcome", "problem", "before", "after", "bytes", "edges", "stages", "pause_seconds", "sync_seconds", "workers", "label_problem", "unopened", "span", "entered", "pause_after", "operator_hold", "cannot_load")
+    __slots__ = ("replica", "fence", "outcome", "problem", "before", "after", "bytes", "edges", "stages", "pause_seconds", "sync_seconds", "workers", "label_problem", "unopened", "span", "entered", "pause_after", "operator_hold", "cannot_load", "differences")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
@@ -821,6 +877,7 @@ class ReplicaOutcome(_message.Message):
     PAUSE_AFTER_FIELD_NUMBER: _ClassVar[int]
     OPERATOR_HOLD_FIELD_NUMBER: _ClassVar[int]
     CANNOT_LOAD_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
     replica: str
     fence: _weights_pb2.Fence
     outcome: Outcome
@@ -840,7 +897,8 @@ class ReplicaOutcome(_message.Message):
     pause_after: float
     operator_hold: bool
     cannot_load: bool
-    def __init__(self, replica: _Optional[str] = ..., fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., before: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., after: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., bytes: _Optional[int] = ..., edges: _Optional[_Iterable[_Union[EdgeReport, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageSeconds, _Mapping]]] = ..., pause_seconds: _Optional[float] = ..., sync_seconds: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerReport, _Mapping]]] = ..., label_problem: _Optional[str] = ..., unopened: _Optional[_Iterable[_Union[_weights_pb2.Unopened, _Mapping]]] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., entered: _Optional[_Iterable[_Union[StageEntered, _Mapping]]] = ..., pause_after: _Optional[float] = ..., operator_hold: bool = ..., cannot_load: bool = ...) -> None: ...
+    differences: _containers.RepeatedCompositeFieldContainer[ScrubDifference]
+    def __init__(self, replica: _Optional[str] = ..., fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., before: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., after: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., bytes: _Optional[int] = ..., edges: _Optional[_Iterable[_Union[EdgeReport, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageSeconds, _Mapping]]] = ..., pause_seconds: _Optional[float] = ..., sync_seconds: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerReport, _Mapping]]] = ..., label_problem: _Optional[str] = ..., unopened: _Optional[_Iterable[_Union[_weights_pb2.Unopened, _Mapping]]] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., entered: _Optional[_Iterable[_Union[StageEntered, _Mapping]]] = ..., pause_after: _Optional[float] = ..., operator_hold: bool = ..., cannot_load: bool = ..., differences: _Optional[_Iterable[_Union[ScrubDifference, _Mapping]]] = ...) -> None: ...
 
 class DeployCondition(_message.Message):
     __slots__ = ("name", "value")
@@ -1402,7 +1460,7 @@ class VersionShare(_message.Message):
     def __init__(self, identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., bytes: _Optional[int] = ..., wanted_bytes: _Optional[int] = ..., coming: bool = ...) -> None: ...
 
 class ReplicaStatus(_message.Message):
-    __slots__ = ("name", "engine", "mode", "connected", "serving", "asleep", "closed_reason", "workers", "identity", "last_outcome", "host", "unfit", "label_problem", "pool", "gpus", "unopened", "engine_check", "desired", "drift", "hold", "stage_memory")
+    __slots__ = ("name", "engine", "mode", "connected", "serving", "asleep", "closed_reason", "workers", "identity", "last_outcome", "host", "unfit", "label_problem", "pool", "gpus", "unopened", "engine_check", "desired", "drift", "hold", "stage_memory", "scrubs")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
@@ -1424,6 +1482,7 @@ class ReplicaStatus(_message.Message):
     DRIFT_FIELD_NUMBER: _ClassVar[int]
     HOLD_FIELD_NUMBER: _ClassVar[int]
     STAGE_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    SCRUBS_FIELD_NUMBER: _ClassVar[int]
     name: str
     engine: Engine
     mode: Mode
@@ -1445,7 +1504,8 @@ class ReplicaStatus(_message.Message):
     drift: Drift
     hold: OperatorHold
     stage_memory: str
-    def __init__(self, name: _Optional[str] = ..., engine: _Optional[_Union[Engine, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., connected: bool = ..., serving: bool = ..., asleep: bool = ..., closed_reason: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., last_outcome: _Optional[_Union[ReplicaOutcome, _Mapping]] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., unfit: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., label_problem: _Optional[str] = ..., pool: _Optional[str] = ..., gpus: _Optional[_Iterable[_Union[WorkerGpus, _Mapping]]] = ..., unopened: _Optional[_Iterable[_Union[_weights_pb2.Unopened, _Mapping]]] = ..., engine_check: _Optional[str] = ..., desired: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., drift: _Optional[_Union[Drift, _Mapping]] = ..., hold: _Optional[_Union[OperatorHold, _Mapping]] = ..., stage_memory: _Optional[str] = ...) -> None: ...
+    scrubs: _containers.RepeatedCompositeFieldContainer[WorkerScrub]
+    def __init__(self, name: _Optional[str] = ..., engine: _Optional[_Union[Engine, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., connected: bool = ..., serving: bool = ..., asleep: bool = ..., closed_reason: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., last_outcome: _Optional[_Union[ReplicaOutcome, _Mapping]] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., unfit: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., label_problem: _Optional[str] = ..., pool: _Optional[str] = ..., gpus: _Optional[_Iterable[_Union[WorkerGpus, _Mapping]]] = ..., unopened: _Optional[_Iterable[_Union[_weights_pb2.Unopened, _Mapping]]] = ..., engine_check: _Optional[str] = ..., desired: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., drift: _Optional[_Union[Drift, _Mapping]] = ..., hold: _Optional[_Union[OperatorHold, _Mapping]] = ..., stage_memory: _Optional[str] = ..., scrubs: _Optional[_Iterable[_Union[WorkerScrub, _Mapping]]] = ...) -> None: ...
 
 class Drift(_message.Message):
     __slots__ = ("reason", "seconds", "next_attempt_seconds")

@@ -47,7 +47,7 @@ class PageAsker(_message.Message):
     def __init__(self, name: _Optional[str] = ..., operates: bool = ...) -> None: ...
 
 class PageReplica(_message.Message):
-    __slots__ = ("watched", "quarantined", "drift", "hold", "unfit", "lag", "host", "workers", "pause_seconds")
+    __slots__ = ("watched", "quarantined", "drift", "hold", "unfit", "lag", "host", "workers", "pause_seconds", "scrub")
     WATCHED_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     DRIFT_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +57,7 @@ class PageReplica(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SCRUB_FIELD_NUMBER: _ClassVar[int]
     watched: _manager_pb2.WatchedReplica
     quarantined: bool
     drift: str
@@ -66,7 +67,8 @@ class PageReplica(_message.Message):
     host: str
     workers: int
     pause_seconds: float
-    def __init__(self, watched: _Optional[_Union[_manager_pb2.WatchedReplica, _Mapping]] = ..., quarantined: bool = ..., drift: _Optional[str] = ..., hold: _Optional[str] = ..., unfit: _Optional[str] = ..., lag: _Optional[int] = ..., host: _Optional[str] = ..., workers: _Optional[int] = ..., pause_seconds: _Optional[float] = ...) -> None: ...
+    scrub: str
+    def __init__(self, watched: _Optional[_Union[_manager_pb2.WatchedReplica, _Mapping]] = ..., quarantined: bool = ..., drift: _Optional[str] = ..., hold: _Optional[str] = ..., unfit: _Optional[str] = ..., lag: _Optional[int] = ..., host: _Optional[str] = ..., workers: _Optional[int] = ..., pause_seconds: _Optional[float] = ..., scrub: _Optional[str] = ...) -> None: ...
 
 class PageHistory(_message.Message):
     __slots__ = ("updates", "refused")

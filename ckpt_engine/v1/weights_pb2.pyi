@@ -478,6 +478,22 @@ class SealedRecord(_message.Message):
     groups: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., cells: _Optional[_Iterable[_Union[SealedRecord.Cell, _Mapping]]] = ..., digests: _Optional[_Iterable[int]] = ..., groups: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class ArchivedVersion(_message.Message):
+    __slots__ = ("identity", "record", "tensors", "shards", "bytes", "wanted_bytes")
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    WANTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    identity: Identity
+    record: SealedRecord
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
+    shards: _containers.RepeatedCompositeFieldContainer[Shard]
+    bytes: int
+    wanted_bytes: int
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., record: _Optional[_Union[SealedRecord, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ..., bytes: _Optional[int] = ..., wanted_bytes: _Optional[int] = ...) -> None: ...
+
 class Digests(_message.Message):
     __slots__ = ("values",)
     VALUES_FIELD_NUMBER: _ClassVar[int]

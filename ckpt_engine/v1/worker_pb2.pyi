@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkerRequest(_message.Message):
-    __slots__ = ("sequence", "rank", "boot_id", "want_prepare", "prepared", "want_install", "progress", "installed", "ready", "checked", "early")
+    __slots__ = ("sequence", "rank", "boot_id", "want_prepare", "prepared", "want_install", "progress", "installed", "ready", "checked", "early", "scrub")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class WorkerRequest(_message.Message):
     READY_FIELD_NUMBER: _ClassVar[int]
     CHECKED_FIELD_NUMBER: _ClassVar[int]
     EARLY_FIELD_NUMBER: _ClassVar[int]
+    SCRUB_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     rank: int
     boot_id: bytes
@@ -32,7 +33,8 @@ class WorkerRequest(_message.Message):
     ready: WorkerReady
     checked: WorkerChecked
     early: WorkerEarly
-    def __init__(self, sequence: _Optional[int] = ..., rank: _Optional[int] = ..., boot_id: _Optional[bytes] = ..., want_prepare: _Optional[_Union[WantOrder, _Mapping]] = ..., prepared: _Optional[_Union[WorkerPrepared, _Mapping]] = ..., want_install: _Optional[_Union[WantOrder, _Mapping]] = ..., progress: _Optional[_Union[WorkerProgress, _Mapping]] = ..., installed: _Optional[_Union[WorkerInstalled, _Mapping]] = ..., ready: _Optional[_Union[WorkerReady, _Mapping]] = ..., checked: _Optional[_Union[WorkerChecked, _Mapping]] = ..., early: _Optional[_Union[WorkerEarly, _Mapping]] = ...) -> None: ...
+    scrub: _manager_pb2.WorkerScrub
+    def __init__(self, sequence: _Optional[int] = ..., rank: _Optional[int] = ..., boot_id: _Optional[bytes] = ..., want_prepare: _Optional[_Union[WantOrder, _Mapping]] = ..., prepared: _Optional[_Union[WorkerPrepared, _Mapping]] = ..., want_install: _Optional[_Union[WantOrder, _Mapping]] = ..., progress: _Optional[_Union[WorkerProgress, _Mapping]] = ..., installed: _Optional[_Union[WorkerInstalled, _Mapping]] = ..., ready: _Optional[_Union[WorkerReady, _Mapping]] = ..., checked: _Optional[_Union[WorkerChecked, _Mapping]] = ..., early: _Optional[_Union[WorkerEarly, _Mapping]] = ..., scrub: _Optional[_Union[_manager_pb2.WorkerScrub, _Mapping]] = ...) -> None: ...
 
 class AgentReply(_message.Message):
     __slots__ = ("sequence", "prepare", "install", "acknowledged", "refused", "ready", "check")

@@ -20,12 +20,13 @@ from ckpt_engine.digest.boxes import digest_boxes
 from ckpt_engine.engine.target import LoadTarget
 from ckpt_engine.gate.page import EnginePage
 from ckpt_engine.install.installer import Installer
+from ckpt_engine.install.scrub import Scrub
 from ckpt_engine.install.stage_memory import StageMemory
 from ckpt_engine.record.record import record
 from ckpt_engine.record.recording import Recording
 from ckpt_engine.torch_dtypes import dtype_name
 from ckpt_engine.transport.shared_memory.memory import SharedArena, SharedMemoryTransport
-from ckpt_engine.v1 import weights_pb2, worker_pb2
+from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 
 
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
@@ -167,15 +168,25 @@ def slices(box: Box) -> tuple[slice, ...]:
 class OneWorker:
     """An installer with its state page, and the orders that a manager and an agent would give it."""
 
-    def __init__(self, target: LoadTarget, directory: Path, stage_memory: str = "0", device: str = "cpu") -> None:
+    def __init__(
+        self,
+        target: LoadTarget,
+        directory: Path,
+        stage_memory: str = "0",
+        device: str = "cpu",
+        scrub_seconds: float = 0.0,
+    ) -> None:
         """stage_memory: on `device`."""
         self.page = EnginePage(directory / "page")
         self.slot = self.page.claim(0, 1)
         self.stage = StageMemory(stage_memory, torch.device(device))
         self.news: queue.SimpleQueue[worker_pb2.WorkerEarly] = queue.SimpleQueue()
         self.waits = True  # for what the installer brings early
+        self.asleep = False  # as its agent's mark would say
+        self.scrubbed: list[manager_pb2.WorkerScrub] = []  # as told, the newest last
+        self.scrub = Scrub(self.slot, scrub_seconds, self._hear, lambda: self.asleep)
         self.installer = Installer(
-            target, self.slot, {"shared_memory": SharedMemoryTransport()}, self.stage, self._told
+            target, self.slot, {"shared_memory": SharedMemoryTransport()}, self.stage, self._told, self.scrub
         )
         self.epoch = 0
         self.target = target
@@ -183,6 +194,9 @@ class OneWorker:
     def _told(self, news: worker_pb2.WorkerEarly) -> bool:
         self.news.put(worker_pb2.WorkerEarly.FromString(news.SerializeToString()))
         return self.waits
+
+    def _hear(self, news: manager_pb2.WorkerScrub) -> None:
+        self.scrubbed.append(manager_pb2.WorkerScrub.FromString(news.SerializeToString()))
 
     def ready(self, order: worker_pb2.InstallOrder, **options: Any) -> worker_pb2.WorkerReady:
         """Makes the plan of an install ready."""

@@ -234,6 +234,8 @@ def exported(tmp_path: Path) -> set[str]:
     manager = Manager()
     manager.status.replicas.append(replica("new", 7))
     manager.status.holders.append(relay_status())
+    manager.status.replicas[-1].scrubs.add(passes=1, passed_at=1.0, bytes=1)
+    manager.status.replicas[-1].connected = True
     outcome = manager_pb2.ReplicaOutcome(replica="new", outcome=manager_pb2.OUTCOME_NEW_SERVING)
     stage = manager_pb2.StageSeconds(stage=manager_pb2.STAGE_PLAN, seconds=1)
     outcome.edges.add(transport="file", bytes=1)

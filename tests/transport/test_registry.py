@@ -17,8 +17,8 @@ from ckpt_engine.transport.registry import all_transports, transport_rows
 
 def test_what_works_here_can_be_had_and_collectives_by_nobody_alone() -> None:
     rows = {row.name: row for row in transport_rows()}
-    assert set(rows) == {"shared_memory", "file", "relay_memory", "cuda_ipc", "tcp", "nccl", "ucx"}
-    assert {name for name, row in rows.items() if row.ok} == {*all_transports(), "tcp", "nccl"}
+    assert set(rows) == {"archive", "shared_memory", "file", "relay_memory", "cuda_ipc", "tcp", "nccl", "ucx"}
+    assert {name for name, row in rows.items() if row.ok} == {*all_transports(), "archive", "tcp", "nccl"}
     assert "not switched on" in rows["ucx"].reason or "NIXL is not installed" in rows["ucx"].reason
     assert set(all_transports()) - {"cuda_ipc", "relay_memory"} == {"shared_memory", "file"}
     assert all(row.reason for row in rows.values())

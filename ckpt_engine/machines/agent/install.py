@@ -56,6 +56,7 @@ class Installing(LabellingOperation):
         self._blobs: dict[bytes, bytes] = {}
         self._problem: Problem | None = None
         self._before = replica.words
+        self._differences: list[manager_pb2.ScrubDifference] = []
         self._steps: tuple[SleepStep, ...] = ()
         self._marking = replica.sleeping
         self._going_back = self._giving_orders = self._holding = self._awaits_brought = False
@@ -80,7 +81,7 @@ class Installing(LabellingOperation):
             )
         match step:
             case "before":
-                self._before = self.replica.words
+                self._before, self._differences = self.replica.words, self.replica.differences
                 self._fetch(now)
             case "fetch":
                 self._fetched(done, now)
@@ -214,10 +215,17 @@ class Installing(LabellingOperation):
     def _pause(self, now: float) -> None:
         """Pauses the engine, also one that slept: some compute again as soon as they are awake. The caches of one that
         slept are lost in any mode."""
-        mode = manager_pb2.PAUSE_MODE_UNSPECIFIED if self.replica.sleeping else self.install.pause_mode
+        mode = manager_pb2.PAUSE_MODE_UNSPECIFIED if self.replica.sleeping else self._pause_mode()
         self._account.pause_started = now
         self.replica.paused = None
         self.run("pause", PauseEngine(mode, min(self.replica.deadlines.quiesce, self._remaining(now))))
+
+    def _pause_mode(self) -> manager_pb2.PauseMode:
+        """The mode that the command names. Where a scrub has found a difference, requests that run have caches of
+        weights that were not what they seemed, so they are ended if the engine can do that."""
+        engine = self.replica.engine
+        ends = engine is not None and manager_pb2.PAUSE_MODE_ABORT in engine.engine.pause_modes
+        return manager_pb2.PAUSE_MODE_ABORT if self._differences and ends else self.install.pause_mode
 
     def _paused(self, done: Done, now: float) -> None:
         if done.problem is not None:
@@ -414,6 +422,7 @@ class Installing(LabellingOperation):
         held = self._before.identity, replica.words.identity
         answer = self._account.outcome(replica.name, self.install.fence, outcome, problem, held, now)
         answer.label_problem = "" if outcome == manager_pb2.OUTCOME_QUARANTINED else replica.label_problem()
+        answer.differences.extend(self._differences)
         replica.last_outcome = answer
         replica.end()
 

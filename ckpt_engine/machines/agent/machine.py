@@ -12,6 +12,7 @@ from typing import cast
 
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.manifest import DIGEST_FORMAT
+from ckpt_engine.core.scrub import difference_words
 from ckpt_engine.core.sleeping import AWAKE
 from ckpt_engine.core.version import Fence
 from ckpt_engine.machines.agent.install import Installing
@@ -33,6 +34,7 @@ from ckpt_engine.machines.events import (
     ReadWords,
     Reply,
     Run,
+    Say,
     SealDirectory,
     SealResult,
     SetTimer,
@@ -172,6 +174,7 @@ class AgentMachine:
             label_problem=replica.label_problem(),
             engine_check=replica.engine_check,
             stage_memory=replica.staging,
+            scrubs=replica.scrubbing,
         )
 
     def _tell_changes(self, now: float) -> None:
@@ -186,6 +189,7 @@ class AgentMachine:
             label,
             replica.engine_check,
             replica.staging,
+            len(replica.differences),
         )
         if state != self._reported_state and self._session.welcomed:
             self._reported_state = state
@@ -318,6 +322,7 @@ class AgentMachine:
         replica.ready.clear()
         replica.models.clear()
         replica.stage_memory.clear()
+        replica.scrubs.clear()
         if replica.operation is not None:
             replica.operation.engine_exited(reason, now)
 
@@ -347,6 +352,11 @@ class AgentMachine:
         kind = request.WhichOneof("body")
         if kind == "installed":
             replica.account_for(request.rank, request.boot_id, request.installed.fence.epoch)
+        if kind == "scrub":
+            if replica.take_scrub(request.scrub):
+                self._out.append(Say(difference_words(request.scrub.last)))
+                self._look()
+            return acknowledged()
         reply = None if replica.operation is None else replica.operation.reply_to(request, now)
         if reply is not None:
             return reply

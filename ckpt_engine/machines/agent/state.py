@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.scrub import difference_words, present_differences
 from ckpt_engine.core.sleeping import AWAKE, Sleeping
 from ckpt_engine.core.version import Fence
 from ckpt_engine.machines.events import (
@@ -70,6 +71,7 @@ class AgentReplica:
     needs: dict[int, bytes] = field(default_factory=dict)  # the blobs of `prepared`
     ready: dict[int, ReadyWorker] = field(default_factory=dict)
     stage_memory: dict[int, str] = field(default_factory=dict)  # what workers say of it, if they have any
+    scrubs: dict[int, manager_pb2.WorkerScrub] = field(default_factory=dict)  # as workers told them last
     models: dict[int, str] = field(default_factory=dict)  # what workers say of their models, as a part of a check's key
     last_outcome: manager_pb2.ReplicaOutcome | None = None
     labelled: weights_pb2.Identity | None = None  # the version that the engine agreed to name; None: unknown
@@ -105,6 +107,24 @@ class AgentReplica:
             departed = status is None or status.boot_id != order.boot_id
             if departed or (status is not None and status.state == CLEAN and status.epoch == order.epoch):
                 del self.orders[rank]
+
+    def take_scrub(self, scrub: manager_pb2.WorkerScrub) -> bool:
+        """Stores what a worker says of its scrub. Returns whether it has found a difference since."""
+        before = self.scrubs.get(scrub.rank)
+        count = before.differences if before is not None and before.boot_id == scrub.boot_id else 0
+        self.scrubs[scrub.rank] = scrub
+        return scrub.differences > count
+
+    @property
+    def scrubbing(self) -> list[manager_pb2.WorkerScrub]:
+        """What the present workers say of their scrubs, by rank."""
+        boots = {status.boot_id for status in self.words.workers}
+        return [self.scrubs[rank] for rank in sorted(self.scrubs) if self.scrubs[rank].boot_id in boots]
+
+    @property
+    def differences(self) -> list[manager_pb2.ScrubDifference]:
+        """What scrubs have found in what the workers hold, and because of which these are DIRTY."""
+        return present_differences(self.scrubbing, self.words.workers)
 
     def account_for(self, rank: int, boot_id: bytes, epoch: int) -> None:
         """Drops an order that a worker has reported on: it will not act on it any more."""
@@ -163,7 +183,7 @@ class AgentReplica:
         if self.sleeping and (self.asleep or self.words.open):
             return self.sleeping.describe()
         if not self.words.open:
-            return self.words.reason
+            return "; ".join(map(difference_words, self.differences)) or self.words.reason
         if self.orders:
             return f"worker {min(self.orders)} has not told what became of its install order"
         if not self.accounted:

@@ -176,6 +176,7 @@ class Replica:
     label_problem: str = ""
     engine_check: str = ""
     stage_memory: str = ""
+    scrubs: tuple[manager_pb2.WorkerScrub, ...] = ()
     last_outcome: manager_pb2.ReplicaOutcome | None = None
     unfit: Unfit | None = None  # why it could not take the version that it was last asked to take; None: it could
     failure: str = ""  # why the last attempt for it alone failed; empty: it did not
@@ -469,7 +470,7 @@ class Members:
             if before == peer:
                 replica.serving, replica.closed_reason = old.serving, old.closed_reason
                 replica.label_problem, replica.engine_check = old.label_problem, old.engine_check
-                replica.stage_memory = old.stage_memory
+                replica.stage_memory, replica.scrubs = old.stage_memory, old.scrubs
         if hello.HasField("last_outcome"):
             last_outcome = None if old is None else old.last_outcome
             is_repeated = last_outcome is not None and last_outcome.fence.epoch >= hello.last_outcome.fence.epoch
@@ -517,11 +518,13 @@ def take_beat(replica: Replica, beat: manager_pb2.ReplicaHeartbeat) -> None:
     replica.serving, replica.asleep = beat.serving, beat.asleep
     replica.closed_reason, replica.label_problem = beat.closed_reason, beat.label_problem
     replica.engine_check, replica.stage_memory = beat.engine_check, beat.stage_memory
+    replica.scrubs = tuple(beat.scrubs)
 
 
 def _beat_content(source: Replica | manager_pb2.ReplicaHeartbeat) -> tuple[object, ...]:
     words = source.closed_reason, source.label_problem, source.engine_check, source.stage_memory
-    return source.serving, source.asleep, *words, tuple(source.workers)
+    scrubs = [(each.passes, each.differences, each.idle) for each in source.scrubs]
+    return source.serving, source.asleep, *words, tuple(source.workers), scrubs
 
 
 def speaker(member: Member | Hello) -> str:

@@ -121,6 +121,7 @@ def _replica(
         label_problem=replica.label_problem,
         engine_check=replica.engine_check,
         stage_memory=replica.stage_memory,
+        scrubs=replica.scrubs,
         workers=replica.workers,
         identity=None if replica.identity is None else replica.identity.message(),
         last_outcome=replica.last_outcome,

@@ -72,7 +72,8 @@ function replicaRow() {
     cell("replica", "first", name, pool), state, cell("version", "", version, lag), cell("last pause", "", pause),
     cell("engine", "", engine), cell("host", "", host), cell("", "last", more));
   const why = make("div", { class: "why" });
-  const panel = make("div", { class: "panel" }, why, acts.element);
+  const scrub = make("small", { class: "soft" });
+  const panel = make("div", { class: "panel" }, why, scrub, acts.element);
   const element = make("div", { class: "entry", role: "presentation" }, line, panel);
   let open = null;
   let current = "";
@@ -110,6 +111,7 @@ function replicaRow() {
       still && !replica.hold && !replica.unfit && watched.reason !== replica.drift && replica.drift,
       replica.unfit && `left out of updates: ${replica.unfit}`, watched.label_problem].filter(Boolean).join("; ");
     say(why, said);
+    say(scrub, replica.scrub ? `scrub: ${replica.scrub}` : "");
     acts.update(replica, overview);
     fold();
   }

@@ -1,0 +1,133 @@
+"""What a scrub costs the engine that it runs beside, on a CPU: steps a second with and without it, in turns.
+
+    python -m benchmarks.scrub_cost -o FILE
+
+A step reads all weights once, as decoding a token does, on the engine's thread, while the scrub of the same process
+hashes them on its own. Paces: off; the one at which 16.4 GB (Qwen3-8B) are hashed in 60 s; and the fastest that any
+interval leads to, a quarter of the time. Ceilings and arms are measured in turns, so that what else runs slows all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ckpt_engine.engine.target import ModuleTarget, Weights
+from tests.install.install_world import Checkpoint, OneWorker
+
+ROWS, COLUMNS, LAYERS = 4096, 2048, 16  # 256 MiB of bfloat16
+WINDOW_SECONDS = 2.0
+ROUNDS = 7
+MODEL_BYTES, MODEL_SECONDS = 16.4e9, 60.0
+FASTEST = 1e-3
+"""An interval in which nothing can be hashed, so that the share of the time is what bounds it."""
+
+
+class Layers(nn.Module):
+    """Matrices that a token goes through one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(
+            nn.Parameter(torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16), requires_grad=False) for _ in range(LAYERS)
+        )
+
+    def load_weights(self, weights: Weights) -> None:
+        for name, weight in weights:
+            self.get_parameter(name).data.copy_(weight)
+
+    def step(self, vector: Tensor) -> Tensor:
+        """One token: every weight is read once."""
+        for weight in self.weights:
+            vector = torch.mv(weight, vector)[:COLUMNS]
+            vector = vector / vector.norm()
+        return vector
+
+
+def steps_a_second(model: Layers, seconds: float) -> float:
+    """Steps of a window."""
+    vector = torch.ones(COLUMNS, dtype=torch.bfloat16)
+    count, began = 0, time.perf_counter()
+    while (now := time.perf_counter()) - began < seconds:
+        vector = model.step(vector)
+        count += 1
+    return count / (now - began)
+
+
+def measure(directory: Path) -> dict[str, Any]:
+    """All arms, in turns."""
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(1)
+    weights = {
+        f"weights.{number}": torch.randn(ROWS, COLUMNS, generator=generator).to(torch.bfloat16)
+        for number in range(LAYERS)
+    }
+    checkpoint = Checkpoint(weights)
+    size = sum(weight.nbytes for weight in weights.values())
+    intervals = {"off": 0.0, "pace": MODEL_SECONDS * size / MODEL_BYTES, "fastest": FASTEST}
+    arms = {}
+    for name, interval in intervals.items():
+        (directory / name).mkdir()
+        model = Layers()
+        worker = OneWorker(ModuleTarget(model), directory / name, scrub_seconds=interval)
+        report = worker.update(checkpoint).report
+        assert not report.HasField("problem"), report.problem.message
+        arms[name] = model, worker
+    found: dict[str, list[float]] = {name: [] for name in intervals}
+    hashed: dict[str, list[float]] = {name: [] for name in intervals}
+    for _ in range(ROUNDS):
+        for name, (model, worker) in arms.items():
+            others = [other for key, (_, other) in arms.items() if key != name]
+            with others[0].scrub.halted(), others[1].scrub.halted():
+                before, began = _passes(worker), time.perf_counter()
+                found[name].append(steps_a_second(model, WINDOW_SECONDS))
+                hashed[name].append((_passes(worker) - before) * size / (time.perf_counter() - began))
+    for _, worker in arms.values():
+        worker.installer.close()
+    checkpoint.close()
+    base = median(found["off"])
+    return {
+        "bytes": size,
+        "host": {"machine": platform.machine(), "processors": os.cpu_count(), "load": os.getloadavg()[0]},
+        "arms": {
+            name: {
+                "interval_seconds": intervals[name],
+                "steps_per_second": round(median(values), 2),
+                "of_off": round(median(values) / base, 4),
+                "hashed_gigabytes_per_second": round(median(hashed[name]) / 1e9, 3),
+            }
+            for name, values in found.items()
+        },
+    }
+
+
+def _passes(worker: OneWorker) -> float:
+    """Passes so far, with the part of the one that goes on."""
+    current = worker.scrub._round
+    part = current.done / current.bytes if current is not None and current.bytes else 0.0
+    return worker.scrub._state.passes + part
+
+
+def main() -> None:
+    """Runs it and writes FILE."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-o", type=Path, required=True, metavar="FILE")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        found = measure(Path(directory))
+    options.o.write_text(json.dumps(found, indent=2) + "\n")
+    print(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()
