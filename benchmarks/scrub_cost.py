@@ -95,15 +95,14 @@ def measure(directory: Path) -> dict[str, Any]:
     for _, worker in arms.values():
         worker.installer.close()
     checkpoint.close()
-    base = median(found["off"])
     return {
         "bytes": size,
-        "host": {"machine": platform.machine(), "processors": os.cpu_count(), "load": os.getloadavg()[0]},
+        "host": {"machine": platform.machine(), "processors": os.cpu_count(), "load": round(os.getloadavg()[0], 1)},
         "arms": {
             name: {
                 "interval_seconds": intervals[name],
                 "steps_per_second": round(median(values), 2),
-                "of_off": round(median(values) / base, 4),
+                "of_off": round(median(one / off for one, off in zip(values, found["off"], strict=True)), 4),
                 "hashed_gigabytes_per_second": round(median(hashed[name]) / 1e9, 3),
             }
             for name, values in found.items()
