@@ -49,6 +49,21 @@ ArrivingKernel = Callable[
 """Takes (jobs; found; finished, uint8 [jobs], 1 where found is written; state, int64 [STATE]). Several threads run it
 at once and share the jobs; each ends when no job remains, or at state[ENDED]."""
 
+ChangesKernel = Callable[
+    [
+        np.ndarray[Any, Any],
+        np.ndarray[Any, Any],
+        np.ndarray[Any, Any],
+        np.ndarray[Any, Any],
+        np.ndarray[Any, Any],
+        int,
+    ],
+    int,
+]
+"""Takes (places, int64 [changes]; old, new, uint8 [changes * bytes of an element]; axes, uint64 [rank, 2]: length, and
+hash of the first coordinate; factors of an element's lanes, uint64; bytes of an element) and returns the change of the
+digest modulo 2^64."""
+
 NEXT, READY, ENDED, STATE = 0, 8, 16, 24
 """Indices of a state, each on a cache line of its own: the next free job, how many jobs have their memory, and whether
 no more will."""
@@ -76,6 +91,13 @@ def compiled() -> Kernel:
 def compiled_arriving() -> ArrivingKernel:
     """The kernel for memory that arrives while it is digested."""
     kernel: ArrivingKernel = _compile(digest_arriving, "void(uint64[:, ::1], uint64[::1], uint8[::1], int64[::1])")
+    return kernel
+
+
+def compiled_changes() -> ChangesKernel:
+    """The kernel for elements that have changed."""
+    signature = "uint64(int64[::1], uint8[::1], uint8[::1], uint64[:, ::1], uint64[::1], int64)"
+    kernel: ChangesKernel = _compile(digest_changes, signature)
     return kernel
 
 
@@ -398,3 +420,26 @@ def digest_arriving(jobs, found, finished, state):
         total, _ = _rows(jobs[index], np.uint64(table.ctypes.data), lines)
         found[index] = jobs[index, SCALE] * total
         _tell(done + np.uint64(index))
+
+
+def digest_changes(places, old, new, axes, lanes, size):
+    """The sum of (new - old) * factor over elements. places: row-major in the box."""
+    one, other = np.uint64(old.ctypes.data), np.uint64(new.ctypes.data)
+    unit = np.uint64(1 if size == 1 else 2)
+    total = _NONE
+    for change in range(places.shape[0]):
+        rest, factor = np.uint64(places[change]), _ONE
+        for axis in range(axes.shape[0] - 1, -1, -1):
+            length = axes[axis, 0]
+            above = rest // length
+            factor *= _word(axes[axis, 1] + (rest - above * length) * _INDEX_STEP)
+            rest = above
+        weighted = _NONE
+        for lane in range(lanes.shape[0]):
+            at = change * lanes.shape[0] + lane
+            if unit == _TWO:
+                weighted += (_lane(other, at) - _lane(one, at)) * lanes[lane]
+            else:
+                weighted += (_byte(other, at) - _byte(one, at)) * lanes[lane]
+        total += weighted * factor
+    return total
