@@ -1,7 +1,8 @@
 """A relay on one of two hosts, and a raw socket beside it, driven by one JSON line at a time.
 
-Run as a script it answers {"fill": [slot, wish]} (seconds), {"cpu": true} (CPU seconds of this process so far),
-{"serve": slot} (the port at which the slot is sent raw) and {"receive": [address, port, way, lanes]} (seconds).
+Run as a script it answers {"fill": [slot, wish]} (seconds, and what came over the network), {"cpu": true} (CPU seconds
+of this process so far), {"chunks": true} (where it is asked for chunks), {"serve": slot} (the port at which the slot is
+sent raw) and {"receive": [address, port, way, lanes]} (seconds). Its last argument says when it uses deltas.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from ckpt_engine.addresses import join_address
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.relay.arena import Arena
+from ckpt_engine.relay.deltas import DeltaUse
 from ckpt_engine.relay.slots import Slots
 from ckpt_engine.transport.base import Network
 from ckpt_engine.transport.registry import all_transports
@@ -75,9 +77,9 @@ class Receiver:
         return time.perf_counter() - began
 
 
-def _main(name: str, memory: str, address: str) -> None:
+def _main(name: str, memory: str, address: str, deltas: DeltaUse = "auto") -> None:
     network = Network(join_address(address, 0), address, 30.0, insecure=True)
-    slots = Slots(name, this_host(), int(memory), all_transports(), network=network)
+    slots = Slots(name, this_host(), int(memory), all_transports(), network=network, deltas=deltas)
     receiver: Receiver | None = None
     print(os.getpid(), flush=True)
     for line in sys.stdin:
@@ -94,7 +96,12 @@ def _main(name: str, memory: str, address: str) -> None:
                 "seconds": seconds,
                 "bytes": held.layout.bytes,
                 "size": held.layout.size,
+                "network_bytes": held.filled.deltas.network_bytes,
+                "delta_bytes": held.filled.deltas.delta_bytes,
+                "whole": dict(held.filled.deltas.whole),
             }
+        elif "chunks" in question:
+            answer = slots.chunks.SerializeToString().hex() if slots.chunks is not None else ""
         elif "serve" in question:
             answer = Raw(slots, *question["serve"], address).port
         elif "receive" in question:

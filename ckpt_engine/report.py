@@ -5,7 +5,7 @@ Pure: needs protobuf only, decides nothing, knows no trainer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -221,6 +221,32 @@ class RelayReport:
         return self.message.filled.wait_seconds + self.message.filled.fill_seconds
 
     @property
+    def network_bytes(self) -> int:
+        """Bytes that other relays sent for it."""
+        return self.message.filled.network_bytes
+
+    @property
+    def delta_bytes(self) -> int:
+        """Bytes of what came as what has changed since a version that it held, counted in full."""
+        return self.message.filled.delta_bytes
+
+    @property
+    def density(self) -> float | None:
+        """The share of these bytes that had changed; None if nothing came so."""
+        filled = self.message.filled
+        return filled.changed_bytes / filled.delta_bytes if filled.delta_bytes else None
+
+    @property
+    def densest(self) -> Mapping[str, float]:
+        """The tensors of which the largest share had changed, and that share; at most 16."""
+        return {each.tensor: each.changed / each.elements for each in self.message.filled.densest}
+
+    @property
+    def whole(self) -> Mapping[str, int]:
+        """Bytes of what came in full although it was asked for as what had changed, by the reason; at most 16."""
+        return {each.reason: each.bytes for each in self.message.filled.whole}
+
+    @property
     def problem(self) -> str:
         """Why it does not hold the version, as it says itself; empty if it does."""
         return self.message.filled.problem.message if self.message.HasField("filled") else "it did not answer"
@@ -230,6 +256,11 @@ class RelayReport:
         relays = [each for each in self.nbytes_from if each.startswith("relay ")]
         sources = sorted({*self.upstream, *relays})
         source = f" from {', '.join(sources)}" if sources else ""
+        if self.density is not None:
+            source += f" ({human_bytes(self.network_bytes)} on the network: {self.density:.2%} had changed)"
+        if self.whole:
+            reason, *_ = self.whole
+            source += f" ({human_bytes(sum(self.whole.values()))} in full: {reason})"
         return f"{self.name}: {held}{source}, for {', '.join((*self.replicas, *self.relays))}"
 
 

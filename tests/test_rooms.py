@@ -40,6 +40,7 @@ ROOMS = (
     "host",
     "digest",
     "copy",
+    "delta",
     "transport",
     "gate",
     "engine",

@@ -34,6 +34,14 @@ class RelayScope(StrEnum):
     EVERYTHING = "everything"
 
 
+class RelayDeltas(StrEnum):
+    """When a version travels between relays as what has changed since the one before."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
 def relay(
     manager: Annotated[str, typer.Option(envvar="CKPT_ENGINE_MANAGER", help="HOST:PORT of the manager.")],
     memory: Annotated[
@@ -103,6 +111,14 @@ def relay(
     keep: Annotated[
         int, typer.Option(metavar="N", help="Versions that --archive keeps, 1 to 60; fewer if the disk is full.")
     ] = 50,
+    deltas: Annotated[
+        RelayDeltas,
+        typer.Option(
+            envvar="CKPT_ENGINE_RELAY_DELTAS",
+            help="Send other relays, and ask them for, what has changed since the version before: where that is there "
+            "sooner (auto), wherever it has fewer bytes (always), or never.",
+        ),
+    ] = RelayDeltas.AUTO,
     metrics: Annotated[
         str,
         typer.Option(
@@ -149,6 +165,7 @@ def relay(
             listen=listen,
             advertise=advertise,
             insecure=insecure,
+            deltas=deltas.value,
             metrics=metrics,
             archive=None if archive is None else archive.absolute(),
             keep=keep,

@@ -15,9 +15,11 @@ from ckpt_engine.core.chunks import Chunk
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline
 from ckpt_engine.core.rates import Flow, Rate, rate_of
 from ckpt_engine.relay.chunk_search import ChunkSearch, ChunkTable
+from ckpt_engine.relay.delta_figures import DeltaFigures
+from ckpt_engine.relay.deltas import DeltaTaker
 from ckpt_engine.relay.fill import FillStop
 from ckpt_engine.transport.askers import KeptAskers
-from ckpt_engine.transport.base import ChunkAsker, ChunkLaterError, ChunkLending, ChunkRuns
+from ckpt_engine.transport.base import ChunkAsker, ChunkDeltaError, ChunkLaterError, ChunkLending, ChunkRuns
 from ckpt_engine.v1.weights_pb2 import Problem
 
 LOOK_SECONDS = 0.2
@@ -36,7 +38,8 @@ class ChunkQuestions:
     """One filling from other relays. What its threads share is guarded by `_changed`.
 
     chunk_numbers: the chunks that are to come. runs: where each lies. wrong: names the tensors of a chunk's cells that
-    lie there otherwise than they were sealed. lending: where chunks are passed on from; None: nowhere.
+    lie there otherwise than they were sealed. lending: where chunks are passed on from; None: nowhere. deltas: takes
+    those of chunks; None: all come in full.
     """
 
     def __init__(
@@ -50,9 +53,12 @@ class ChunkQuestions:
         askers: KeptAskers,
         begin: Callable[[ChunkAsker], None],
         stop_at: float,
+        deltas: DeltaTaker | None = None,
     ) -> None:
         self._chunks, self._runs, self._wrong = chunks, runs, wrong
         self._lending, self._askers, self._begin, self._stop_at = lending, askers, begin, stop_at
+        self._deltas = deltas
+        self._in_full: set[int] = set()  # chunks of which a delta was of no use
         self._changed = threading.Condition()
         self._stopped = False
         others = [each for each in table.table.relays if each.relay != table.name]
@@ -69,6 +75,7 @@ class ChunkQuestions:
         self.faults: list[Problem] = []
         self.bytes_by_source: dict[str, int] = {}
         self.taken: set[int] = set()  # chunks that have come, verified
+        self.figures = DeltaFigures(base=deltas.root if deltas is not None else b"")
         self.numbers = frozenset(chunk_numbers)
 
     @property
@@ -243,23 +250,40 @@ class ChunkQuestions:
                     self._changed.wait(LOOK_SECONDS)
                 if question is None or self._stopped:
                     return None
-            connection.ask(*question)
+            connection.ask(*question, self._is_based(question[0]))
+
+    def _is_based(self, number: int) -> bool:
+        """Whether a chunk may come as a delta."""
+        return self._deltas is not None and number not in self._in_full and self._deltas.has(number)
 
     def _receive(self, name: str, connection: ChunkAsker, number: int) -> None:
         """Takes the answer to the oldest question."""
         try:
-            to = connection.receive(number, self._runs(number), self._moved)
+            answer = connection.receive(number, self._runs(number), self._moved)
+        except ChunkDeltaError as error:
+            self._ask_in_full(name, number, error.problem)
+            return
         except CkptEngineError as error:
             if error.problem.code != Problem.NOT_FOUND:
                 raise
             with self._changed:
                 self._search.refused(name, number, error.problem.message, isinstance(error, ChunkLaterError))
             return
-        if to:
+        if answer.relay:
             with self._changed:
-                self._search.sent_to(name, number, to)
+                self._search.sent_to(name, number, answer.relay)
             return
         names = self._wrong(number)
+        with self._changed:
+            self.figures.network_bytes += answer.network_bytes
+            if answer.is_delta and self._deltas is not None:
+                self._deltas.settle(number, not names, self.figures)
+            elif answer.why_whole:
+                self.figures.whole[f"{name}: {answer.why_whole}"] += self._chunks[number].bytes
+        if names and answer.is_delta:
+            message = f"{name} sent {', '.join(names[:3])} as a delta that does not lead to what was sealed"
+            self._ask_in_full(name, number, Problem(code=Problem.DATA_LOSS, message=message, tensors=names[:16]))
+            return
         if names:
             with self._changed:
                 self.again += len(self._chunks[number].cells)
@@ -282,6 +306,17 @@ class ChunkQuestions:
                 self._leave_behind()
             if not self._search.remaining:
                 self._changed.notify_all()
+
+    def _ask_in_full(self, name: str, number: int, problem: Problem) -> None:
+        """Asks the same relay for a chunk once more: either side's copy of the base may be at fault."""
+        fault = Problem()
+        fault.CopyFrom(problem)
+        fault.message += ": it was asked for in full"
+        with self._changed:
+            self.again += len(self._chunks[number].cells)
+            self.faults.append(fault)
+            self._in_full.add(number)
+            self._search.repeat(name, number)
 
     def _moved(self) -> None:
         if self._stopped:

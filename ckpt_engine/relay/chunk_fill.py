@@ -21,6 +21,8 @@ from ckpt_engine.core.sealed_record import ProvenRecord
 from ckpt_engine.digest.host import HostDigests
 from ckpt_engine.relay.asking import ChunkQuestions
 from ckpt_engine.relay.chunk_search import ChunkTable
+from ckpt_engine.relay.delta_figures import DeltaFigures
+from ckpt_engine.relay.deltas import DeltaTaker
 from ckpt_engine.relay.fill import NAMED, FillResult, FillStop, Memory, Missing, Progress, SlotFilling
 from ckpt_engine.relay.sources import Sources
 from ckpt_engine.torch_dtypes import torch_dtype
@@ -81,9 +83,11 @@ class ChunkFilling:
         table: ChunkTable | None = None,
         askers: KeptAskers | None = None,
         lending: ChunkLending | None = None,
+        deltas: DeltaTaker | None = None,
     ) -> FillResult:
         """Fills the slot. recorded: of this version, with the layout's manifest and cells. stop_at: monotonic seconds.
-        table: the relays to ask; None: sources alone. lending: notes what may be passed on; None: it is not.
+        table: the relays to ask; None: sources alone. lending: notes what may be passed on; None: it is not. deltas:
+        takes those of chunks; None: none is asked for.
 
         When it returns or raises, nothing can land any more. Raises DEADLINE_EXCEEDED; ABORTED, also if it is stopped
         to keep what has come and that is nothing; INVALID_ARGUMENT for a table that contradicts itself.
@@ -101,8 +105,9 @@ class ChunkFilling:
                 lambda number: self._wrong(number, recorded),
                 lending,
                 askers,
-                lambda asker: asker.begin(self.key(recorded), self._memory.number, self._memory.bytes),
+                lambda asker: asker.begin(self.key(recorded), self._memory.number, self._memory.bytes, deltas),
                 stop_at,
+                deltas,
             )
         total = sum(self.chunks[number].bytes for number in self.places.held)
         at_first = sum(self.chunks[number].bytes for number in self.places.held if self._is_kept(number))
@@ -262,4 +267,5 @@ def _joined(
         seconds,
         lending.sent if lending is not None else None,
         questions.received if questions is not None else None,
+        questions.figures if questions is not None else DeltaFigures(),
     )

@@ -212,6 +212,13 @@ class ChunkSearch:
             trail.tried |= {name}
         self._place(number)
 
+    def repeat(self, name: str, number: int) -> None:
+        """Asks a relay once more for the chunk of its oldest question, in the same way: what it sent is of no use, and
+        it can send it otherwise."""
+        how = self._answered(name, number)
+        if number in self.remaining:
+            self._queue(name, number, how)
+
     def sent_to(self, origin: str, number: int, name: str) -> None:
         """Takes that an origin names the relay that brings the chunk of its oldest question."""
         self._answered(origin, number)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from ckpt_engine.core.relay_layout import SlotLayout
 from ckpt_engine.core.sealed_record import ProvenRecord
 from ckpt_engine.digest.arriving import ArrivingDigests
 from ckpt_engine.relay.batches import PieceBatch, ReadPiece, Words, in_batches, parts_of
+from ckpt_engine.relay.delta_figures import DeltaFigures
 from ckpt_engine.relay.pipeline import Pipeline, arriving_digests
 from ckpt_engine.relay.sources import Sources
 from ckpt_engine.v1.weights_pb2 import Problem
@@ -74,6 +75,7 @@ class FillResult:
     seconds: float
     sent: Rate | None = None  # how fast its chunks were sent to other relays; None: none was, or that is unknown
     received: Rate | None = None  # how fast other relays sent to it; None as for `sent`
+    deltas: DeltaFigures = field(default_factory=DeltaFigures)  # what other relays sent, and as what
 
     def after(self, first: FillResult) -> FillResult:
         """The outcome of two fillings; this one brought what the first one left out."""
@@ -82,7 +84,12 @@ class FillResult:
             source: first.bytes_by_source.get(source, 0) + self.bytes_by_source.get(source, 0) for source in sources
         }
         return FillResult(
-            self.missing, bytes_by_source, first.again + self.again, self.faults, first.seconds + self.seconds
+            self.missing,
+            bytes_by_source,
+            first.again + self.again,
+            self.faults,
+            first.seconds + self.seconds,
+            deltas=self.deltas.after(first.deltas),
         )
 
 

@@ -22,15 +22,22 @@ class RelayState:
     failed: int = 0
     brought_bytes: int = 0  # of versions that are held
     brought_seconds: float = 0.0  # the same, without waiting for readers
-    _before: dict[int, tuple[int, float]] = field(default_factory=dict)  # by slot: bytes and seconds of its filling
+    network_bytes: int = 0  # that other relays sent for them
+    delta_bytes: int = 0  # of what came as what had changed, in full
+    changed_bytes: int = 0  # of the elements of these that differ
+    _before: dict[int, manager_pb2.RelayFilled] = field(default_factory=dict)  # by slot: of its filling
 
     def filled(self, report: manager_pb2.RelayFilled, slot: int, more: bool) -> None:
         """Counts a version that is held. more: missing cells were brought, and the report includes the former one."""
-        size, seconds = self._before.get(slot, (0, 0.0)) if more else (0, 0.0)
-        self._before[slot] = sum(each.bytes for each in report.brought), report.fill_seconds
+        before = self._before.get(slot) if more else None
+        before = before or manager_pb2.RelayFilled()
+        self._before[slot] = report
         self.held += not more
-        self.brought_bytes += self._before[slot][0] - size
-        self.brought_seconds += report.fill_seconds - seconds
+        self.brought_bytes += sum(each.bytes for each in report.brought) - sum(each.bytes for each in before.brought)
+        self.brought_seconds += report.fill_seconds - before.fill_seconds
+        self.network_bytes += report.network_bytes - before.network_bytes
+        self.delta_bytes += report.delta_bytes - before.delta_bytes
+        self.changed_bytes += report.changed_bytes - before.changed_bytes
 
 
 def of_relay(state: RelayState) -> Iterable[Metric]:
@@ -47,5 +54,8 @@ def of_relay(state: RelayState) -> Iterable[Metric]:
     counters = {
         "ckpt_engine_relay_brought_bytes": ("Bytes that were brought for versions held.", state.brought_bytes),
         "ckpt_engine_relay_brought_seconds": ("What that took, without waiting for readers.", state.brought_seconds),
+        "ckpt_engine_relay_network_bytes": ("Bytes that other relays sent for versions held.", state.network_bytes),
+        "ckpt_engine_relay_delta_bytes": ("Bytes of what came as what had changed, in full.", state.delta_bytes),
+        "ckpt_engine_relay_changed_bytes": ("Bytes of these that had changed.", state.changed_bytes),
     }
     yield from labelled(CounterMetricFamily, "relay", state.relay, counters)

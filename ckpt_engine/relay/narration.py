@@ -40,6 +40,12 @@ def filled(report: manager_pb2.RelayFilled) -> str:
     seconds = report.fill_seconds
     speed = f" ({sum(each.bytes for each in report.brought) / seconds / 1e9:.2f} GB/s)" if seconds > 0 else ""
     line = f"{sources} in {seconds:.2f} s{speed}"
+    if report.delta_bytes:
+        share = report.changed_bytes / report.delta_bytes
+        line += f", {human_bytes(report.delta_bytes)} of it as changes ({share:.2%} had changed)"
+        line += f", {human_bytes(report.network_bytes)} on the network"
+    if report.whole:
+        line += f", {human_bytes(sum(each.bytes for each in report.whole))} in full ({report.whole[0].reason})"
     if report.again:
         line += f", {report.again} pieces read again"
     if report.overruled:

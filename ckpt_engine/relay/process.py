@@ -80,6 +80,7 @@ async def run_relay(settings: RelaySettings, stop: asyncio.Event) -> None:
             settings.slot_grace,
             settings.users,
             settings.network(),
+            settings.deltas,
         )
         archive = None
         try:

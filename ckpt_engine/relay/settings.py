@@ -16,6 +16,7 @@ from ckpt_engine.core.relay_layout import GROUP_BYTES, SLOTS
 from ckpt_engine.core.sizes import in_words
 from ckpt_engine.host.room import memory_room, memory_total
 from ckpt_engine.leader import addresses_of
+from ckpt_engine.relay.deltas import DeltaUse
 from ckpt_engine.transport.base import Network
 
 RELAY_LISTEN, RELAY_INSECURE = "CKPT_ENGINE_RELAY_LISTEN", "CKPT_ENGINE_RELAY_INSECURE"
@@ -40,6 +41,7 @@ class RelaySettings:
     listen: str = LISTEN  # host:port where relays of other hosts reach it; port 0: a free one
     advertise: str = ""  # name or address at which they reach it; empty: what it listens on
     insecure: bool = False  # other hosts may be sent weights without encryption
+    deltas: DeltaUse = "auto"  # when versions travel between relays as what has changed
     metrics: str = ""  # host:port where Prometheus scrapes it; empty: nowhere
     archive: Path | None = None  # directory of the versions that it keeps on disk; None: it keeps none
     keep: int = 50  # versions in the archive

@@ -27,10 +27,13 @@ from ckpt_engine.core.relay_layout import SLOTS, SlotLayout, lay_out, needed_box
 from ckpt_engine.core.sealed_record import ProvenRecord, read_record
 from ckpt_engine.core.transports import carrier_kinds, make
 from ckpt_engine.cuda.driver import CudaDriverError
+from ckpt_engine.delta.coding import missing
 from ckpt_engine.relay.arena import Arena
+from ckpt_engine.relay.cell_memory import CellMemory
 from ckpt_engine.relay.chunk_fill import ChunkFilling, SlotMemory
 from ckpt_engine.relay.chunk_search import ChunkTable
 from ckpt_engine.relay.contents import Contents, contents_of
+from ckpt_engine.relay.deltas import DeltaBase, DeltaMaker, DeltaTaker, DeltaUse
 from ckpt_engine.relay.fill import FillResult, FillStop, Progress
 from ckpt_engine.relay.gpus import TrainersGpus
 from ckpt_engine.relay.sources import Sources
@@ -102,6 +105,7 @@ class SlotVersion:
     filled: FillResult
     overruled: int  # readers of the former version that did not finish within `slot_grace`
     waited: float  # seconds that the filling waited for readers of the former version
+    recorded: ProvenRecord  # `record`, read
     sealed: Sequence[torch.Tensor]  # the memory of each shard of its table
 
     @property
@@ -141,10 +145,12 @@ class Slots:
         slot_grace: float = 30.0,
         users: Collection[int] = (),
         network: Network | None = None,
+        deltas: DeltaUse = "auto",
     ) -> None:
         """name: the relay's, which is in the id of its tables. memory: bytes of both slots together. slot_grace: see
         ArenaDoor. users: ids of users that may read, besides this process's own and root. network: where relays of
-        other hosts reach it; None: they do not. Raises what Arena and Ways raise."""
+        other hosts reach it; None: they do not. deltas: when chunks go to them, and come from them, as deltas. Raises
+        what Arena and Ways raise."""
         self._id = f"relay {name}"
         self._transports = dict(transports)
         self._lock = threading.Lock()
@@ -167,6 +173,10 @@ class Slots:
         self._held: list[SlotVersion | None] = [None] * SLOTS
         self._ready: list[_Ready | None] = [None] * SLOTS
         self._lent: list[ChunkLending | None] = [None] * SLOTS  # to relays of other hosts
+        self._deltas: DeltaUse = deltas
+        if deltas != "never" and network is not None and (why := missing()):
+            log.warning("versions go to other relays, and come from them, in full only: %s", why)
+            self._deltas = "never"
         self._writing = threading.Lock()
         self._stop = FillStop()  # of the newest filling
         self._closed = False
@@ -362,10 +372,15 @@ class Slots:
             overruled = self._ways.retire(slot)
             self._lent[slot] = None
         waited, layout = time.monotonic() - began, ready.filling.layout
-        lending = self._lend(slot, wish, ready, before is not None)
+        memory, base = CellMemory(ready.recorded, layout, ready.memory.at), self._base(slot)
+        maker = DeltaMaker(self._deltas, memory, ready.filling.chunks, base, layout.bytes)
+        lending = self._lend(slot, wish, ready, maker, before is not None)
+        taker = None
+        if base is not None and self._deltas != "never":
+            taker = DeltaTaker(memory, ready.filling.chunks, base, maker.keep)
         try:
             filled = ready.filling.run(
-                ready.recorded, stop_at, stop, progress, self._table(wish, ready), self._askers, lending
+                ready.recorded, stop_at, stop, progress, self._table(wish, ready), self._askers, lending, taker
             )
         except BaseException as error:
             if lending is not None and before is None:
@@ -388,7 +403,9 @@ class Slots:
         if not missing:
             ready.whole = contents
         table = contents.table(self._ways.regions(slot, layout.groups))
-        held = SlotVersion(wish.identity, wish.record, table, layout, filled, overruled, waited, contents.sealed)
+        held = SlotVersion(
+            wish.identity, wish.record, table, layout, filled, overruled, waited, ready.recorded, contents.sealed
+        )
         with self._lock:
             if not stop.keeps:
                 stop.check()
@@ -397,14 +414,23 @@ class Slots:
                 self._ways.lend(slot)
         return held
 
-    def _lend(self, slot: int, wish: FillWish, ready: _Ready, more: bool) -> ChunkLending | None:
+    def _base(self, slot: int) -> DeltaBase | None:
+        """The version in the other slot, as the base of deltas of what is brought into this one."""
+        other = next(number for number in range(SLOTS) if number != slot)
+        held = self._held[other]
+        if held is None or not held.cells:
+            return None
+        memory = CellMemory(held.recorded, held.layout, partial(self._arena.tensor, other))
+        return DeltaBase(memory, held.cells, lambda: self._held[other] is held)
+
+    def _lend(self, slot: int, wish: FillWish, ready: _Ready, maker: DeltaMaker, more: bool) -> ChunkLending | None:
         """Lends the slot to relays of other hosts while it is filled. more: it is lent already."""
         filling, lent = ready.filling, self._lent[slot]
         if more and lent is not None:
             lent.resume()
             return lent
         key = filling.key(ready.recorded)
-        chunks = LentChunks(slot, key, filling.places.runs, filling.places.held, wish.passed)
+        chunks = LentChunks(slot, key, filling.places.runs, filling.places.held, wish.passed, maker.make)
         lent = self._lent[slot] = self._ways.lend_chunks(chunks)
         return lent
 

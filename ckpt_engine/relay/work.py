@@ -106,6 +106,15 @@ def filled_report(held: SlotVersion) -> RelayFilled:
         fill_seconds=filled.seconds,
         sent=_rate(filled.sent),
         received=_rate(filled.received),
+        network_bytes=filled.deltas.network_bytes,
+        delta_bytes=filled.deltas.delta_bytes,
+        changed_bytes=filled.deltas.changed_bytes,
+        delta_base=filled.deltas.base,
+        whole=[RelayFilled.Whole(reason=why, bytes=size) for why, size in filled.deltas.whole.most_common(NAMED)],
+        densest=[
+            RelayFilled.Density(tensor=name, changed=changed, elements=elements)
+            for name, changed, elements in filled.deltas.densest(NAMED)
+        ],
     )
 
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -224,6 +224,39 @@ ChunkRuns = Sequence[tuple[int, int]]
 """(offset in the slot, length), bytes: where a chunk lies, in the order in which its bytes travel."""
 
 
+class DeltaAnswer(NamedTuple):
+    """A chunk as a delta against a base, or why it is sent in full."""
+
+    body: bytes | None = None
+    why: str = ""
+
+
+DeltaSource = Callable[[int, bytes, float | None], DeltaAnswer]
+"""Makes deltas: (chunk, root of the base, bytes a second that the way to the asker carries or None) to an answer."""
+
+
+class ChunkDeltas(Protocol):
+    """Takes deltas of one filling's chunks."""
+
+    @property
+    def root(self) -> bytes:
+        """The root of the base, 32 bytes."""
+        ...
+
+    def apply(self, number: int, body: bytes) -> None:
+        """Lets a chunk land, from its delta. Raises DATA_LOSS if that cannot be read."""
+        ...
+
+
+class ChunkAnswer(NamedTuple):
+    """The answer to a question for a chunk. Without `relay` the chunk has landed."""
+
+    relay: str = ""  # the one that has the chunk granted
+    network_bytes: int = 0  # that came for it, heads of messages included
+    is_delta: bool = False  # it came as a delta
+    why_whole: str = ""  # why it came in full, where a delta was asked for
+
+
 @dataclass(frozen=True, slots=True)
 class LentChunks:
     """The chunks of one version in one slot, as they are lent to relays of other hosts."""
@@ -234,6 +267,7 @@ class LentChunks:
     chunks: Collection[int]  # that the slot is to hold; others are refused at once
     # Called on any thread with the rate at which chunks were sent, whenever the last asker has left.
     passed: Callable[[Rate], None] = lambda rate: None
+    deltas: DeltaSource | None = None  # of chunks that are verified; on any thread. None: all are sent in full
 
 
 class ChunkLending(Protocol):
@@ -316,6 +350,10 @@ class ChunkLaterError(CkptEngineError):
     """The owner does not have a chunk now (ChunkAsk.NOW), and may have it later. NOT_FOUND."""
 
 
+class ChunkDeltaError(CkptEngineError):
+    """The delta of a chunk cannot be read. DATA_LOSS; the connection goes on."""
+
+
 class ChunkAsker(Protocol):
     """The asker's side: a connection to one relay, kept from version to version (`askers.py`). One thread at a time,
     except for `waits`, `at_most`, `leave` and `shut`.
@@ -336,21 +374,22 @@ class ChunkAsker(Protocol):
         """Bytes that it has received since `begin`, and when."""
         ...
 
-    def begin(self, key: bytes, slot: int, memory: memoryview) -> None:
-        """Begins a filling: of this version, into this memory, which is all of a slot of this relay's arena."""
+    def begin(self, key: bytes, slot: int, memory: memoryview, deltas: ChunkDeltas | None = None) -> None:
+        """Begins a filling: of this version, into this memory, which is all of a slot of this relay's arena. deltas:
+        take what is asked for as a delta; None: nothing is."""
         ...
 
-    def ask(self, chunk: int, how: ChunkAsk = ChunkAsk.WAIT) -> None:
-        """Asks for a chunk; answers come in the order of the questions."""
+    def ask(self, chunk: int, how: ChunkAsk = ChunkAsk.WAIT, based: bool = False) -> None:
+        """Asks for a chunk; answers come in the order of the questions. based: a delta is welcome."""
         ...
 
-    def receive(self, chunk: int, runs: ChunkRuns, moved: Callable[[], None]) -> str:
+    def receive(self, chunk: int, runs: ChunkRuns, moved: Callable[[], None]) -> ChunkAnswer:
         """Waits for the answer to the oldest question, and lets the chunk land in these runs of the memory. moved:
         called whenever bytes have come; after an exception of it the connection cannot be used any more.
 
-        Returns "" once the chunk has landed, or the name of the relay that has the chunk granted. Raises NOT_FOUND if
-        the owner will not have this chunk, ChunkLaterError if it does not have it now: the connection goes on. All else
-        ends it.
+        Returns once the chunk has landed, or with the name of the relay that has the chunk granted. Raises NOT_FOUND if
+        the owner will not have this chunk, ChunkLaterError if it does not have it now, ChunkDeltaError if it came as a
+        delta that cannot be read: the connection goes on. All else ends it.
         """
         ...
 

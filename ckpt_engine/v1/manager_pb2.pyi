@@ -1722,7 +1722,7 @@ class WantTable(_message.Message):
     def __init__(self, wants: _Optional[_Iterable[_Union[WantTable.Wants, _Mapping]]] = ..., relays: _Optional[_Iterable[_Union[WantTable.Relay, _Mapping]]] = ...) -> None: ...
 
 class RelayFilled(_message.Message):
-    __slots__ = ("fence", "identity", "problem", "bytes", "missing", "missing_cells", "faults", "brought", "again", "overruled", "wait_seconds", "fill_seconds", "table", "attempt", "sent", "received", "span", "wanted_bytes")
+    __slots__ = ("fence", "identity", "problem", "bytes", "missing", "missing_cells", "faults", "brought", "again", "overruled", "wait_seconds", "fill_seconds", "table", "attempt", "sent", "received", "span", "wanted_bytes", "network_bytes", "delta_bytes", "changed_bytes", "delta_base", "whole", "densest")
     class Brought(_message.Message):
         __slots__ = ("source", "bytes")
         SOURCE_FIELD_NUMBER: _ClassVar[int]
@@ -1730,6 +1730,22 @@ class RelayFilled(_message.Message):
         source: str
         bytes: int
         def __init__(self, source: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
+    class Whole(_message.Message):
+        __slots__ = ("reason", "bytes")
+        REASON_FIELD_NUMBER: _ClassVar[int]
+        BYTES_FIELD_NUMBER: _ClassVar[int]
+        reason: str
+        bytes: int
+        def __init__(self, reason: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
+    class Density(_message.Message):
+        __slots__ = ("tensor", "changed", "elements")
+        TENSOR_FIELD_NUMBER: _ClassVar[int]
+        CHANGED_FIELD_NUMBER: _ClassVar[int]
+        ELEMENTS_FIELD_NUMBER: _ClassVar[int]
+        tensor: str
+        changed: int
+        elements: int
+        def __init__(self, tensor: _Optional[str] = ..., changed: _Optional[int] = ..., elements: _Optional[int] = ...) -> None: ...
     FENCE_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
@@ -1748,6 +1764,12 @@ class RelayFilled(_message.Message):
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     SPAN_FIELD_NUMBER: _ClassVar[int]
     WANTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NETWORK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DELTA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DELTA_BASE_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    DENSEST_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     identity: _weights_pb2.Identity
     problem: _weights_pb2.Problem
@@ -1766,7 +1788,13 @@ class RelayFilled(_message.Message):
     received: Rate
     span: Span
     wanted_bytes: int
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., bytes: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[_weights_pb2.Problem, _Mapping]]] = ..., missing_cells: _Optional[int] = ..., faults: _Optional[_Iterable[_Union[_weights_pb2.Problem, _Mapping]]] = ..., brought: _Optional[_Iterable[_Union[RelayFilled.Brought, _Mapping]]] = ..., again: _Optional[int] = ..., overruled: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., fill_seconds: _Optional[float] = ..., table: _Optional[bytes] = ..., attempt: _Optional[int] = ..., sent: _Optional[_Union[Rate, _Mapping]] = ..., received: _Optional[_Union[Rate, _Mapping]] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., wanted_bytes: _Optional[int] = ...) -> None: ...
+    network_bytes: int
+    delta_bytes: int
+    changed_bytes: int
+    delta_base: bytes
+    whole: _containers.RepeatedCompositeFieldContainer[RelayFilled.Whole]
+    densest: _containers.RepeatedCompositeFieldContainer[RelayFilled.Density]
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., bytes: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[_weights_pb2.Problem, _Mapping]]] = ..., missing_cells: _Optional[int] = ..., faults: _Optional[_Iterable[_Union[_weights_pb2.Problem, _Mapping]]] = ..., brought: _Optional[_Iterable[_Union[RelayFilled.Brought, _Mapping]]] = ..., again: _Optional[int] = ..., overruled: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., fill_seconds: _Optional[float] = ..., table: _Optional[bytes] = ..., attempt: _Optional[int] = ..., sent: _Optional[_Union[Rate, _Mapping]] = ..., received: _Optional[_Union[Rate, _Mapping]] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., wanted_bytes: _Optional[int] = ..., network_bytes: _Optional[int] = ..., delta_bytes: _Optional[int] = ..., changed_bytes: _Optional[int] = ..., delta_base: _Optional[bytes] = ..., whole: _Optional[_Iterable[_Union[RelayFilled.Whole, _Mapping]]] = ..., densest: _Optional[_Iterable[_Union[RelayFilled.Density, _Mapping]]] = ...) -> None: ...
 
 class Rate(_message.Message):
     __slots__ = ("bytes_per_second", "seconds")

@@ -116,7 +116,7 @@ class Asking:
         return self.receive(chunk, runs)
 
     def receive(self, chunk: int, runs: ChunkRuns | None = None) -> str:
-        return self.asker.receive(chunk, CHUNKS[chunk] if runs is None else runs, lambda: None)
+        return self.asker.receive(chunk, CHUNKS[chunk] if runs is None else runs, lambda: None).relay
 
     def has(self, chunk: int, slot: torch.Tensor, chunks: Sequence[ChunkRuns] = CHUNKS) -> bool:
         """Whether a chunk lies here as it lies in a slot of the owner."""

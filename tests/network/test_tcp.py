@@ -312,6 +312,8 @@ ANSWERS = (
     (wire.frame(wire.YES), Problem.DATA_LOSS, "sent an answer of kind 1"),
     (wire.frame(wire.TO, b"\xff\xfe"), Problem.DATA_LOSS, "is not UTF-8"),
     (wire.place(0, [(0, 10)]), Problem.DATA_LOSS, "sent an answer of kind 7"),
+    (wire.frame(wire.DELTA, wire.LENGTH.pack(5)), Problem.DATA_LOSS, "sent an answer of kind 10"),
+    (wire.refusal(wire.WHOLE, "why not"), Problem.DATA_LOSS, "sent an answer of kind 11"),
     (wire.frame(wire.DATA, bytes(11)), Problem.UNAVAILABLE, "more than it was asked for"),
     (wire.frame(wire.DATA, bytes(5)) + wire.refusal(wire.NOT, "no"), Problem.UNAVAILABLE, "ends the connection: no"),
     (wire.refusal(wire.GONE, "bye"), Problem.UNAVAILABLE, "ends the connection: bye"),
@@ -330,7 +332,7 @@ def test_what_an_owner_must_not_answer(answer: bytes, code: Problem.Code | None,
                 receive(connection, hello.name)
                 connection.sendall(wire.frame(wire.YES))
                 asked = wire.read_question(receive(connection, wire.QUESTION.size))
-                assert asked == (wire.CHUNK, ChunkAsk.WAIT, False, 0, KEY)
+                assert asked == (wire.CHUNK, ChunkAsk.WAIT, False, False, 0, KEY)
                 connection.sendall(answer)
 
         serving = threads.submit(serve)
@@ -390,7 +392,7 @@ def test_a_relay_of_another_version_is_told_so(owner: Owner) -> None:
         old.sendall(struct.pack("<4sB3xI16s32s", b"ckwt", 1, 0, bytes(16), bytes(32)))
         frame = wire.read_frame(receive(old, wire.FRAME.size))
         assert frame.kind == wire.NO
-        assert b"it speaks version 1 of relays' protocol, and this relay version 2" in receive(old, frame.size)
+        assert b"it speaks version 1 of relays' protocol, and this relay version 3" in receive(old, frame.size)
 
 
 def server_address(owner: Owner) -> tuple[str, int]:
@@ -528,7 +530,7 @@ def test_one_connection_is_kept_from_filling_to_filling(owner: Owner, monkeypatc
         asker = kept.take(owner.offered, "relay near", time.monotonic() + 10)
         asker.begin(KEY, 0, memoryview(landing))
         asker.ask(0)
-        assert asker.receive(0, CHUNKS[0], lambda: None) == ""
+        assert asker.receive(0, CHUNKS[0], lambda: None).relay == ""
         kept.put_back(asker)
         return id(asker)
 

@@ -22,7 +22,16 @@ from ckpt_engine.core.problems import CkptEngineError, data_loss, deadline, inva
 from ckpt_engine.core.rates import Flow
 from ckpt_engine.core.transports import carrier_kinds, make
 from ckpt_engine.host.forks import forget_in_children
-from ckpt_engine.transport.base import CarriedChunk, CarrierLink, ChunkAsk, ChunkLaterError, ChunkRuns
+from ckpt_engine.transport.base import (
+    CarriedChunk,
+    CarrierLink,
+    ChunkAnswer,
+    ChunkAsk,
+    ChunkDeltaError,
+    ChunkDeltas,
+    ChunkLaterError,
+    ChunkRuns,
+)
 from ckpt_engine.transport.locator import locator_of
 from ckpt_engine.transport.tcp import tls, wire
 from ckpt_engine.transport.tcp.kind import NAME
@@ -36,6 +45,7 @@ from ckpt_engine.transport.tcp.sockets import (
     resolve,
     send,
     shut,
+    tells_the_rate,
     tune,
     unread,
 )
@@ -73,11 +83,14 @@ _unreached: dict[bytes, float] = {}
 
 
 class _Answer(NamedTuple):
-    """What an owner says instead of sending a chunk; nothing of it: the chunk has landed."""
+    """What an owner says to a question; neither `relay` nor `why`: the chunk is here."""
 
     relay: str = ""  # the one that has it granted
     why: str = ""  # it does not come from here
     may_come: bool = False  # it is not here now, and may come
+    network_bytes: int = 0  # that came for it, heads included
+    body: bytes | None = None  # its delta; None: it has landed in full
+    why_whole: str = ""  # why it came in full, where a delta was asked for
 
 
 @dataclass(eq=False)
@@ -87,6 +100,7 @@ class _ChunkQuestion:
     chunk: int
     how: ChunkAsk
     placed: bool  # whether its answer may be where it lies in the owner's memory
+    based: bool  # whether its answer may be a delta
     answer: _Answer | None = None  # if it came before its turn
 
 
@@ -101,6 +115,8 @@ class TcpAsker:
         self.flows: list[Flow] = []  # without what was in the kernel's memory already
         self._key = b""
         self._memory = memoryview(b"")
+        self._deltas: ChunkDeltas | None = None
+        self._is_base_named = False  # to the owner, in this filling
         self._questions: deque[_ChunkQuestion] = deque()  # those whose answers were not received
         self._ways = ways
         self._link: CarrierLink | None = None  # reads the owner's memory, where both sides have a carrier
@@ -123,10 +139,11 @@ class TcpAsker:
         tune(self._socket, SILENCE_SECONDS)
         forget_in_children(self)
 
-    def begin(self, key: bytes, slot: int, memory: memoryview) -> None:
+    def begin(self, key: bytes, slot: int, memory: memoryview, deltas: ChunkDeltas | None = None) -> None:
         """Begins a filling of version `key` into `memory`."""
         assert not self._questions, "answers for the last filling are still to come"
         self._key, self._memory = key, memory
+        self._deltas, self._is_base_named = deltas, False
         self.flows = []
         for kind in carrier_kinds() if self._link is None else ():
             if kind.name in self._ways and kind.link is not None and self._link is None:
@@ -135,15 +152,17 @@ class TcpAsker:
                 except CkptEngineError as error:
                     log.warning("%s is not read over %s: %s", self.owner, kind.name, error.problem.message)
 
-    def ask(self, chunk: int, how: ChunkAsk = ChunkAsk.WAIT) -> None:
-        """Asks for a chunk; answers come in the order of the questions."""
+    def ask(self, chunk: int, how: ChunkAsk = ChunkAsk.WAIT, based: bool = False) -> None:
+        """Asks for a chunk; answers come in the order of the questions. based: a delta is welcome, unless a carrier
+        reads the owner's memory."""
         if self._broken:
             raise unavailable(self._leave_reason or f"the connection to {self.owner} has ended")
-        question = _ChunkQuestion(chunk, how, self._link is not None)
+        placed = self._link is not None
+        question = _ChunkQuestion(chunk, how, placed, based and not placed and self._deltas is not None)
         self._naming_owner(lambda: self._send(question), chunk)
         self._questions.append(question)
 
-    def receive(self, chunk: int, runs: ChunkRuns, moved: Callable[[], None]) -> str:
+    def receive(self, chunk: int, runs: ChunkRuns, moved: Callable[[], None]) -> ChunkAnswer:
         """Waits for the answer to the oldest question; see ChunkAsker."""
         assert [each.chunk for each in self._questions][:1] == [chunk], (
             f"chunk {chunk} is not the next that was asked for"
@@ -158,7 +177,14 @@ class TcpAsker:
         if answer.why:
             problem = not_found(f"{self.owner} does not have chunk {chunk}: {answer.why}")
             raise ChunkLaterError(problem.problem) if answer.may_come else problem
-        return answer.relay
+        if answer.body is not None and self._deltas is not None:
+            try:
+                self._deltas.apply(chunk, answer.body)
+            except CkptEngineError as error:
+                problem = data_loss(f"{self.owner} sent chunk {chunk} as a delta, and {error.problem.message}")
+                raise ChunkDeltaError(problem.problem) from error
+            moved()
+        return ChunkAnswer(answer.relay, answer.network_bytes, answer.body is not None, answer.why_whole)
 
     def at_most(self) -> tuple[int, float] | None:
         """Upper bounds for the current chunk; see ChunkAsker."""
@@ -171,7 +197,7 @@ class TcpAsker:
         """Ends the filling; False: the connection cannot be used for another one."""
         if self._broken or self._questions or self._leave_reason or has_hung_up(self._socket):
             return False
-        self._memory = memoryview(b"")
+        self._memory, self._deltas = memoryview(b""), None
         try:
             if self._key:
                 send(self._socket, wire.question(wire.LEAVE, self._key))
@@ -222,7 +248,10 @@ class TcpAsker:
     # -- an answer
 
     def _send(self, question: _ChunkQuestion) -> None:
-        message = wire.question(wire.CHUNK, self._key, question.chunk, question.how, question.placed)
+        message = wire.question(wire.CHUNK, self._key, question.chunk, question.how, question.placed, question.based)
+        if question.based and self._deltas is not None and not self._is_base_named:
+            message = wire.base(self._key, self._deltas.root) + message
+            self._is_base_named = True
         send(self._socket, message)
 
     def _receive(
@@ -233,20 +262,37 @@ class TcpAsker:
         size = sum(map(len, landing))
         landing.reverse()
         pulse, since = -1, time.monotonic()
-        began, buffered = 0.0, 0
+        began, buffered, came, why_whole = 0.0, 0, 0, ""
+        body, measured = None, True
         while landing:
             kind, length = self._frame()
             self.waits = kind == wire.WAIT
             if kind == wire.DATA and not earlier:
+                came += wire.FRAME.size + length
                 if not began:
                     began, buffered = time.monotonic(), unread(self._socket)
-                before = self._coming.bytes if self._coming else 0
-                self._coming = Flow(began, began, before + length)
+                if measured:
+                    before = self._coming.bytes if self._coming else 0
+                    self._coming = Flow(began, began, before + length)
                 self._land(landing, length, moved)
                 continue
             content = receive(self._socket, length) if length else b""
             if kind == wire.GONE or began:
                 raise unavailable(f"{self.owner} ends the connection: {_words(content)}")
+            if kind in (wire.DELTA, wire.WHOLE) and question.based and not (earlier or came):
+                came += wire.FRAME.size + length
+                if kind == wire.WHOLE:
+                    why_whole = _words(content)
+                    continue
+                (delta_size,) = wire.LENGTH.unpack(content)
+                if not 0 < delta_size < size:
+                    raise data_loss(
+                        f"{self.owner} does not speak as relays do: a delta of chunk {chunk} has {delta_size} bytes, "
+                        f"and all of it {size}"
+                    )
+                body, measured = bytearray(delta_size), tells_the_rate(delta_size, size)
+                landing = [memoryview(body)]
+                continue
             if kind == wire.WAIT:
                 (now,) = wire.PULSE.unpack(content)
                 if now != pulse:
@@ -260,7 +306,7 @@ class TcpAsker:
                 place = self._understood(wire.read_place, content)
                 if placed is question and self._carry(place, size, runs, moved):
                     send(self._socket, wire.question(wire.RELEASE, self._key, chunk))
-                    return _Answer()
+                    return _Answer(network_bytes=size)
                 if placed is question:
                     earlier.extend(each for each in [*self._questions][1:] if each.placed)
                 placed.placed = False
@@ -277,8 +323,10 @@ class TcpAsker:
             else:
                 raise data_loss(f"{self.owner} does not speak as relays do: it sent an answer of kind {kind}")
         self._coming = None
-        self.flows.append(Flow(began, time.monotonic(), max(0, size - buffered)))
-        return _Answer()
+        if measured:
+            length = size if body is None else len(body)
+            self.flows.append(Flow(began, time.monotonic(), max(0, length - buffered)))
+        return _Answer(network_bytes=came, body=None if body is None else bytes(body), why_whole=why_whole)
 
     def _carry(self, place: wire.PlacedRuns, size: int, runs: ChunkRuns, moved: Callable[[], None]) -> bool:
         """Reads a chunk where it lies in the owner's memory; False: that failed, and nothing lands any more."""

@@ -214,6 +214,7 @@ class Lendings:
         self._arena = arena
         self._grace = slot_grace
         self._slots: dict[int, TcpLending] = {}
+        self._lately: dict[str, tuple[float, float]] = {}  # by asker's name: bytes, and the seconds that they took
         self._changed = threading.Condition()
         self._open = True
 
@@ -270,6 +271,14 @@ class Lendings:
         """Ends the hold of a ChunkSend. served: the asker has all of the chunk. flow: how it was sent, if known."""
         with self._changed:
             lending.release(asker, chunk, served, flow)
+            if flow is not None and flow.bytes:
+                size, seconds = self._lately.get(asker.name, (0.0, 0.0))
+                self._lately[asker.name] = size / 2 + flow.bytes, seconds / 2 + flow.stop - flow.start
+
+    def rate(self, asker: Asker) -> float | None:
+        """Bytes a second that went to an asker's relay lately, of whatever version; None: unknown."""
+        size, seconds = self._lately.get(asker.name, (0.0, 0.0))
+        return size / seconds if seconds > 0 else None
 
     def leave(self, asker: Asker, key: bytes | None = None) -> None:
         """Notes that an asker asks for no more chunks of a version, or of any, as its connection has ended."""

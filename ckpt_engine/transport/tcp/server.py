@@ -25,11 +25,21 @@ from ckpt_engine.core.loopback import is_loopback
 from ckpt_engine.core.problems import CkptEngineError, invalid, unavailable
 from ckpt_engine.core.rates import Flow
 from ckpt_engine.host.forks import forget_in_children
-from ckpt_engine.transport.base import ArenaMemory, ChunkRuns, LentChunks, Network
+from ckpt_engine.transport.base import ArenaMemory, ChunkRuns, DeltaAnswer, LentChunks, Network
 from ckpt_engine.transport.tcp import tls, wire
 from ckpt_engine.transport.tcp.kind import NAME
 from ckpt_engine.transport.tcp.lending import REPLACED, Asker, ChunkSend, Lendings, Not, Pulse, TcpLending, To
-from ckpt_engine.transport.tcp.sockets import HungUp, Silence, has_hung_up, receive, send, shut, tune, unsent
+from ckpt_engine.transport.tcp.sockets import (
+    HungUp,
+    Silence,
+    has_hung_up,
+    receive,
+    send,
+    shut,
+    tells_the_rate,
+    tune,
+    unsent,
+)
 from ckpt_engine.v1.relay_pb2 import TcpLocator
 from ckpt_engine.v1.weights_pb2 import Region
 
@@ -230,6 +240,7 @@ class _AskerConnection:
         self._bytes = arena
         self._plain = not isinstance(connection, ssl.SSLSocket)
         self._places: deque[tuple[TcpLending, int]] = deque()  # what the asker reads itself, with the chunk's number
+        self._base = b"", b""  # the key of a version, and the root against which the asker takes deltas of it
 
     def serve(self) -> None:
         """Answers until the asker hangs up. Raises INVALID_ARGUMENT for an invalid question, HungUp, Silence."""
@@ -250,6 +261,11 @@ class _AskerConnection:
         if question.kind == wire.LEAVE:
             self._places.clear()
             self._lendings.leave(self._asker, question.key)
+        elif question.kind == wire.BASE:
+            try:
+                self._base = question.key, receive(self._connection, wire.ROOT_BYTES)
+            except Silence as error:
+                raise HungUp("it stopped in the middle of a message") from error
         elif question.kind == wire.RELEASE:
             if not self._places:
                 raise invalid("it gives back a chunk that it was not lent")
@@ -281,13 +297,22 @@ class _AskerConnection:
             self._places.append((found.lending, question.chunk))
             send(self._connection, wire.place(found.lending.lent.slot, found.runs))
         else:
-            self._send_chunk(found, question.chunk)
+            self._send_chunk(found, question)
 
     # -- a chunk
 
-    def _send_chunk(self, found: ChunkSend, chunk: int) -> None:
+    def _send_chunk(self, found: ChunkSend, question: wire.Question) -> None:
+        body: bytes | None = None
         began, waiting, sent, is_whole = time.monotonic(), unsent(self._connection), 0, False
         try:
+            delta = self._delta(found, question)
+            began, waiting = time.monotonic(), unsent(self._connection)  # making a delta is no part of the rate
+            if delta is not None and (body := delta.body) is not None:
+                is_whole = self._send_delta(found, body)
+                sent = len(body)
+                return
+            if delta is not None:
+                send(self._connection, wire.refusal(wire.WHOLE, delta.why))
             for part in _frames(found.runs):
                 if not found.lending.is_lent:
                     send(self._connection, wire.refusal(wire.GONE, REPLACED))
@@ -296,10 +321,35 @@ class _AskerConnection:
                 sent += sum(length for _, length in part)
             is_whole = True
         finally:
-            # What lies in the kernel's memory has not been sent; it leaves later, when nothing may measure it.
+            # What lies in the kernel's memory has not been sent; it leaves later, when nothing may measure it. A short
+            # delta may lie there as a whole.
             transmitted = sent + waiting - unsent(self._connection)
             flow = Flow(began, time.monotonic(), max(0, transmitted))
-            self._lendings.release(found.lending, self._asker, chunk, is_whole, flow)
+            size = sum(length for _, length in found.runs)
+            measured = body is None or (is_whole and tells_the_rate(len(body), size))
+            self._lendings.release(found.lending, self._asker, question.chunk, is_whole, flow if measured else None)
+
+    def _send_delta(self, found: ChunkSend, body: bytes) -> bool:
+        """Sends a chunk as a delta; False if it is not lent any more: what the delta was made of may have been
+        overwritten before it was ready."""
+        if not found.lending.is_lent:
+            send(self._connection, wire.refusal(wire.GONE, REPLACED))
+            return False
+        send(self._connection, wire.frame(wire.DELTA, wire.LENGTH.pack(len(body))))
+        for first in range(0, len(body), wire.FRAME_BYTES):
+            part = memoryview(body)[first : first + wire.FRAME_BYTES]
+            send(self._connection, wire.FRAME.pack(wire.DATA, len(part)))
+            send(self._connection, part)
+        return True
+
+    def _delta(self, found: ChunkSend, question: wire.Question) -> DeltaAnswer | None:
+        """A chunk's delta, or why there is none; None: none was asked for."""
+        key, root = self._base
+        if not question.based or key != question.key:
+            return None
+        if found.lending.lent.deltas is None:
+            return DeltaAnswer(why="it sends no deltas")
+        return found.lending.lent.deltas(question.chunk, root, self._lendings.rate(self._asker))
 
     def _send_frame(self, slot: int, runs: ChunkRuns) -> None:
         """Sends one frame with these runs, as `_frames` has them. Raises Silence, HungUp."""

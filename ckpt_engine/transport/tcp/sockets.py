@@ -134,6 +134,12 @@ def _queue_bytes(connection: socket.socket, what: int) -> int:
     return found[0]
 
 
+def tells_the_rate(body: int, size: int) -> bool:
+    """Whether the seconds that a delta of `body` bytes took say how fast a connection is: one that is much shorter than
+    its chunk of `size` bytes may lie in the kernel's memory as a whole."""
+    return 2 * body >= size
+
+
 def shut(connection: socket.socket) -> None:
     """Shuts a connection: its thread wakes up, and nothing comes or goes any more. Any thread; its user closes it."""
     with contextlib.suppress(OSError):

@@ -3,10 +3,13 @@
     asker                                          owner
     HELLO    magic, version, arena, token, name    YES, or NO and why not; then it hangs up
     CHUNK    how, number, key of the version       one of the answers below, maybe after some WAIT
+    BASE     key, root of another version          (nothing) the asker holds that, and takes deltas against it
     RELEASE  number, key                           (nothing) the asker has read what PLACE named, or gives that up
     LEAVE    key                                   (nothing) the asker asks for no more of this version
 
     DATA   bytes of the chunk, in as many frames as it takes
+    DELTA  how many bytes a delta of the chunk has, which follow as DATA; only to a question that asks for it
+    WHOLE  why DATA of the chunk follows, where a delta was asked for
     WAIT   a number that changes whenever the owner receives some of the version; once a second until it can answer
     TO     name of the relay to which the chunk was granted
     NOT    why this chunk does not come from here: the connection goes on
@@ -27,7 +30,7 @@ from ckpt_engine.core.chunks import KEY_BYTES
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.transport.base import ChunkAsk
 
-VERSION = 2
+VERSION = 3
 
 MAGIC = b"ckwt"
 
@@ -42,9 +45,15 @@ HELLO = struct.Struct(f"<4sB3x{ARENA_BYTES}s{TOKEN_BYTES}sH")
 """Magic, version, arena, token, and how many bytes the asker's name has, which follows."""
 
 QUESTION = struct.Struct(f"<BB2xI{KEY_BYTES}s")
-"""Kind, how (ChunkAsk, with PLACED added), number of the chunk, key of the version."""
+"""Kind, how (ChunkAsk, with PLACED or BASED added), number of the chunk, key of the version. A BASE is followed by the
+root."""
 
-CHUNK, RELEASE, LEAVE = range(1, 4)
+CHUNK, RELEASE, LEAVE, BASE = range(1, 5)
+
+ROOT_BYTES = 32
+
+BASED = 0x40
+"""A delta is welcome, against the base that was named last for this version."""
 
 PLACED = 0x80
 """The asker can read memory of the owner itself: PLACE is as welcome as DATA."""
@@ -52,9 +61,11 @@ PLACED = 0x80
 FRAME = struct.Struct("<B3xI")
 """What follows, and how many bytes of it."""
 
-YES, NO, DATA, WAIT, TO, NOT, PLACE, GONE, LATER = range(1, 10)
+YES, NO, DATA, WAIT, TO, NOT, PLACE, GONE, LATER, DELTA, WHOLE = range(1, 12)
 
 PULSE = struct.Struct("<Q")
+
+LENGTH = struct.Struct("<Q")
 
 SLOT = struct.Struct("<I")
 
@@ -80,6 +91,8 @@ _LEAST_AND_MOST = {
     PLACE: (SLOT.size + RUN.size, SLOT.size + MOST_RUNS * RUN.size),
     GONE: (0, WORDS_BYTES),
     LATER: (0, WORDS_BYTES),
+    DELTA: (LENGTH.size, LENGTH.size),
+    WHOLE: (0, WORDS_BYTES),
 }
 """Bytes that may follow the head of each answer."""
 
@@ -95,9 +108,10 @@ class Hello(NamedTuple):
 class Question(NamedTuple):
     """A message of an asker."""
 
-    kind: int  # CHUNK, RELEASE or LEAVE
+    kind: int  # CHUNK, RELEASE, LEAVE or BASE
     how: ChunkAsk
     placed: bool  # whether it can read the owner's memory itself
+    based: bool  # whether a delta is welcome
     chunk: int
     key: bytes
 
@@ -147,9 +161,21 @@ def read_name(data: bytes) -> str:
         raise invalid(f"the name of a relay is not UTF-8: {data[:40]!r}") from error
 
 
-def question(kind: int, key: bytes, chunk: int = 0, how: ChunkAsk = ChunkAsk.WAIT, placed: bool = False) -> bytes:
+def question(
+    kind: int,
+    key: bytes,
+    chunk: int = 0,
+    how: ChunkAsk = ChunkAsk.WAIT,
+    placed: bool = False,
+    based: bool = False,
+) -> bytes:
     """A message of an asker."""
-    return QUESTION.pack(kind, how | (PLACED if placed else 0), chunk, key)
+    return QUESTION.pack(kind, how | (PLACED if placed else 0) | (BASED if based else 0), chunk, key)
+
+
+def base(key: bytes, root: bytes) -> bytes:
+    """BASE: an asker's message about the version that it holds besides."""
+    return question(BASE, key) + root
 
 
 def read_question(data: bytes) -> Question:
@@ -158,11 +184,12 @@ def read_question(data: bytes) -> Question:
         kind, how, chunk, key = QUESTION.unpack(data)
     except struct.error as error:
         raise invalid(f"{len(data)} bytes are not a question") from error
-    if kind not in (CHUNK, RELEASE, LEAVE):
+    if kind not in (CHUNK, RELEASE, LEAVE, BASE):
         raise invalid(f"there is no question of kind {kind}")
-    if how & ~PLACED not in list(ChunkAsk) or (kind != CHUNK and how):
+    plain = how & ~(PLACED | BASED)
+    if plain not in list(ChunkAsk) or (kind != CHUNK and how):
         raise invalid(f"a question of kind {kind} cannot be asked in the way {how}")
-    return Question(kind, ChunkAsk(how & ~PLACED), bool(how & PLACED), chunk, key)
+    return Question(kind, ChunkAsk(plain), bool(how & PLACED), bool(how & BASED), chunk, key)
 
 
 def frame(kind: int, content: bytes = b"") -> bytes:
@@ -171,7 +198,7 @@ def frame(kind: int, content: bytes = b"") -> bytes:
 
 
 def refusal(kind: int, why: str) -> bytes:
-    """NO, NOT, LATER or GONE, with the reason."""
+    """NO, NOT, LATER, GONE or WHOLE, with the reason."""
     return frame(kind, why.encode()[:WORDS_BYTES])
 
 
