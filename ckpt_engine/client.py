@@ -104,6 +104,7 @@ class _Asks:
         version: int | None,
         lineage: str | None,
         check_finite: bool,
+        draft_directory: str | os.PathLike[str] | None,
         options: UpdateOptions,
     ) -> Ask[manager_pb2.UpdateEvent]:
         if version is not None:
@@ -115,6 +116,7 @@ class _Asks:
             lineage=lineage or "",
             version=version,
             check_finite=check_finite,
+            draft_directory="" if draft_directory is None else os.fsdecode(draft_directory),
             options=wishes,
         )
         # A process has to start, and another update of the lineage may have to end, before this one begins.
@@ -319,6 +321,7 @@ class Client:
         *,
         lineage: str | None = None,
         check_finite: bool = False,
+        draft_directory: str | os.PathLike[str] | None = None,
         on_progress: Progress | None = None,
         **options: Unpack[UpdateOptions],
     ) -> UpdateReport:
@@ -327,6 +330,7 @@ class Client:
         directory: its absolute path, or that of one file, the same on the manager's host and on those of the replicas
         (or of relays); the manager was started with `--allow-directory`. version: none: the lineage's last one plus
         one. lineage: what it counts in; none: "directory". check_finite: refuse weights that hold NaN or infinity.
+        draft_directory: of the draft model, if the version is to have one (see `Trainer.publish`).
         on_progress: called on this thread with each UpdateProgress; what it raises ends the wait, and the update goes
         on. options: as for `Trainer.update_weights`, see `UpdateOptions`.
 
@@ -338,7 +342,8 @@ class Client:
         outside the roots, FAILED_PRECONDITION as `Trainer.update_weights`; UNAVAILABLE or DEADLINE_EXCEEDED if it
         could not be brought to a report.
         """
-        return self._report(self._asks.from_directory(directory, version, lineage, check_finite, options), on_progress)
+        ask = self._asks.from_directory(directory, version, lineage, check_finite, draft_directory, options)
+        return self._report(ask, on_progress)
 
     def rollback(
         self,
@@ -543,11 +548,12 @@ class AsyncClient:
         *,
         lineage: str | None = None,
         check_finite: bool = False,
+        draft_directory: str | os.PathLike[str] | None = None,
         on_progress: Progress | None = None,
         **options: Unpack[UpdateOptions],
     ) -> UpdateReport:
         """As `Client.update_from_directory`; on_progress is called on the loop."""
-        ask = self._asks.from_directory(directory, version, lineage, check_finite, options)
+        ask = self._asks.from_directory(directory, version, lineage, check_finite, draft_directory, options)
         return await self._report(ask, on_progress)
 
     async def rollback(

@@ -40,6 +40,10 @@ DeployAction: TypeAlias = Literal["approve", "pause", "resume", "undo"]
 """What a person does with an undecided deployment: have its next wave begin, have none begin, end that pause, or bring
 its replicas back."""
 
+Draft: TypeAlias = Literal["update", "keep"]
+"""What becomes of a server's draft model (speculative decoding) if the version has no weights for it: the server is
+left out, since its draft would guess by old weights (update), or the draft keeps its weights (keep)."""
+
 MemoryTag: TypeAlias = Literal["weights", "kv_cache"]
 """Memory of an engine that is given up in sleep and taken back, weights first."""
 
@@ -55,6 +59,8 @@ PREFETCH: Mapping[Prefetch, manager_pb2.Prefetch] = {
     "always": manager_pb2.PREFETCH_ALWAYS,
     "never": manager_pb2.PREFETCH_NEVER,
 }
+
+DRAFT: Mapping[Draft, manager_pb2.Draft] = {"update": manager_pb2.DRAFT_UPDATE, "keep": manager_pb2.DRAFT_KEEP}
 
 UNTIL: Mapping[Until, manager_pb2.Until] = {
     "installed": manager_pb2.UNTIL_INSTALLED,
@@ -87,6 +93,7 @@ class RollbackOptions(TypedDict, total=False):
     timeout: float | None  # of the whole, seconds; default: the manager's
     replicas: Sequence[str]  # only these; default: all of the pool that are registered and receive weights
     pool: str | None  # of the replicas; default: the trainer's own, or the pool without a name
+    draft: Draft  # of servers with a draft model, if the version has no draft; default: "update"
 
 
 class UpdateOptions(RollbackOptions, total=False):
@@ -148,6 +155,7 @@ def options_message(options: UpdateOptions | RollbackOptions, pool: str = "") ->
         wave_share=wave_share,
         conditions=[_condition(each) for each in conditions],
         newer=manager_pb2.NEWER_UNSPECIFIED if newer is None else choice("newer", newer, NEWER),
+        draft=choice("draft", values.get("draft", "update"), DRAFT),
     )
 
 
@@ -200,6 +208,8 @@ def options_of(message: manager_pb2.UpdateOptions) -> UpdateOptions:
     if message.newer:
         newer: Newer = _word("newer", message.newer, NEWER)
         options["newer"] = newer
+    if message.draft:
+        options["draft"] = _word("draft", message.draft, DRAFT)
     return options
 
 

@@ -63,6 +63,35 @@ class AbsentTensors:
 
 
 @dataclass(frozen=True)
+class PartUse:
+    """What became of one part of a version in one replica."""
+
+    name: str  # "draft"; empty: the target
+    # "installed", "left" (it has no such model), or "kept" (its model is as it was: the version has none for it)
+    handling: str
+    nbytes: int  # that its workers read
+    verified: int  # needs of all its workers that hash to what was sealed
+    shared: tuple[str, ...]  # its tensors that are the target's too
+
+    @classmethod
+    def of(cls, name: str, reports: Sequence[manager_pb2.PartReport]) -> PartUse:
+        """The sum of what workers say. Of several pipeline stages one has a draft, and the others leave it."""
+        order = (manager_pb2.PartReport.INSTALLED, manager_pb2.PartReport.KEPT, manager_pb2.PartReport.LEFT)
+        handling = next((each for each in order if any(report.handling == each for report in reports)), 0)
+        shared = dict.fromkeys(each for report in reports for each in report.shared)
+        nbytes, verified = sum(each.bytes for each in reports), sum(each.verified for each in reports)
+        return cls(name, enum_word(manager_pb2.PartReport.Handling, handling), nbytes, verified, tuple(shared))
+
+    def __str__(self) -> str:
+        if self.handling == "left":
+            return f"left the {self.name}: it has no such model"
+        if self.handling == "kept":
+            return f"its {self.name} keeps its weights: the version has none for it"
+        shared = f", {len(self.shared)} of them the target's own" if self.shared else ""
+        return f"{self.name or 'target'}: {human_bytes(self.nbytes)}, {self.verified} verified{shared}"
+
+
+@dataclass(frozen=True)
 class ReplicaReport:
     """How the update ended for one replica."""
 
@@ -116,6 +145,15 @@ class ReplicaReport:
         """What scrubs had found changed in the weights that it held before, which had closed it: tensor, box, worker
         and when."""
         return tuple(map(difference_words, self.message.differences))
+
+    @property
+    def parts(self) -> tuple[PartUse, ...]:
+        """What became of each part of the version in all its workers; none: there is only a target."""
+        by_part: dict[str, list[manager_pb2.PartReport]] = {}
+        for worker in self.message.workers:
+            for each in worker.parts:
+                by_part.setdefault(each.part, []).append(each)
+        return tuple(PartUse.of(part, reports) for part, reports in by_part.items())
 
     @property
     def nbytes(self) -> int:
@@ -534,7 +572,10 @@ def _slowest(report: UpdateReport) -> str:
     slowest = max(report.replicas, key=lambda replica: replica.pause_seconds)
     uses = dict.fromkeys(use.transport for replica in report.replicas for use in replica.transports)
     traffic = f"{human_bytes(report.nbytes)} by {', '.join(uses)}" if uses else "nothing had to be moved"
-    return f"longest pause {slowest.pause_seconds:.3f} s ({slowest.name}); {traffic}"
+    uneven = [f"{each.name} {part}" for each in report.replicas for part in each.parts if part.handling != "installed"]
+    hidden = f"; and {len(uneven) - _SHOWN} more" if len(uneven) > _SHOWN else ""
+    apart = "".join(f"; {each}" for each in uneven[:_SHOWN]) + hidden
+    return f"longest pause {slowest.pause_seconds:.3f} s ({slowest.name}); {traffic}{apart}"
 
 
 def _one_line(words: str) -> str:
@@ -593,11 +634,11 @@ def _table(report: UpdateReport) -> str:
         for each in report.replicas
         if each.early_nbytes
     ]
+    parts = [f"{each.name}: {part}" for each in report.replicas for part in each.parts]
     absent = [f"{each.name}: {row}" for each in report.replicas for row in each.absent]
     table = _columns([titles, *rows]) if rows or not report.held else []
-    return "\n".join(
-        [head, *deployed, *table, *problems, *warnings, *relays, *early, *absent, *filter(None, collective), *copied]
-    )
+    remarks = [*parts, *problems, *warnings, *relays, *early, *absent]
+    return "\n".join([head, *deployed, *table, *remarks, *filter(None, collective), *copied])
 
 
 def stage_seconds(stages: Sequence[manager_pb2.StageSeconds]) -> dict[str, float]:

@@ -18,14 +18,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
+_OPTIONS = ("UpdateOptions", "RollbackOptions", "PauseMode", "Prefetch", "Until", "Draft")
+_REPORTS = ("UpdateReport", "ReplicaReport", "RelayReport", "TransportUse", "PartUse")
+
 SECTIONS = (
     ("Trainer", "trainer/trainer.py", ("Trainer",)),
     ("Client", "client.py", ("Client", "AsyncClient")),
-    ("Options", "options.py", ("UpdateOptions", "RollbackOptions", "PauseMode", "Prefetch", "Until", "Progress")),
+    ("Options", "options.py", (*_OPTIONS, "Progress")),
     (
         "Reports",
         "report.py",
-        ("UpdateReport", "ReplicaReport", "RelayReport", "TransportUse", "AbsentTensors", "CopiedTensors"),
+        (*_REPORTS, "AbsentTensors", "CopiedTensors"),
     ),
     ("Reading a version", "reading/reader.py", ("Reader",)),
     ("Reading a version into files", "reading/pulling.py", ("pull",)),

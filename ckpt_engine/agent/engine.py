@@ -187,9 +187,11 @@ class EngineWatch:
         self._workers_alive_at = clock()
 
     async def look(self) -> str:
-        """Looks once: why the engine counts as ended; empty: it lives. Takes at most `engine_health` seconds."""
+        """Looks once: why the engine counts as ended; empty: it lives. Takes at most twice
+        `engine_health` seconds."""
         if await self._adapter.healthy(self._deadlines.engine_health):
             self._healthy_at = self._clock()
+            await self._adapter.count_guesses(self._deadlines.engine_health)
         elif self._clock() - self._healthy_at > self._deadlines.engine_unhealthy:
             return f"the engine has not answered its health route for {self._deadlines.engine_unhealthy:g} s"
         dead = [word for word in self._page.read() if word.boot_id and not word.alive]

@@ -90,6 +90,11 @@ class HttpAdapter:
             return False
         return True
 
+    guesses: manager_pb2.Guesses | None = None
+
+    async def count_guesses(self, seconds: float) -> None:
+        """See EngineAdapter. Counts nothing."""
+
     def keeps_caches(self, mode: manager_pb2.PauseMode) -> bool:
         """See EngineAdapter."""
         return mode == manager_pb2.PAUSE_MODE_IN_PLACE

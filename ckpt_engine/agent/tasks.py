@@ -120,7 +120,8 @@ class TaskRunner:
         words = page.read() if page is not None else []
         admission = verdict(words, page is not None and page.marked().own_weights)
         statuses = tuple(self._host.status(word) for word in words)
-        return events.Words(statuses, admission.open, admission.reason, admission.identity)
+        guesses = None if self._host.adapter is None else self._host.adapter.guesses
+        return events.Words(statuses, admission.open, admission.reason, admission.identity, guesses)
 
     def _page(self) -> EnginePage:
         if self._host.page is None:

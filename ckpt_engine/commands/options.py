@@ -46,6 +46,13 @@ Timeout = Annotated[
         help="Seconds that this may take in all; the command waits no longer. Default: docs/configuration.md.",
     ),
 ]
+KeepDraft = Annotated[
+    bool,
+    typer.Option(
+        "--keep-draft",
+        help="Servers with a draft model keep its weights if the version has none for it. Default: they are left out.",
+    ),
+]
 Wait = Annotated[bool, typer.Option("--wait", help="Wait for the end, for --timeout SECONDS at most.")]
 
 

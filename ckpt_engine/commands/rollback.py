@@ -10,7 +10,7 @@ from ckpt_engine.addresses import MANAGER
 from ckpt_engine.client import Client
 from ckpt_engine.commands.asking import Manager, Pool
 from ckpt_engine.commands.choices import PauseMode
-from ckpt_engine.commands.options import Timeout
+from ckpt_engine.commands.options import KeepDraft, Timeout
 from ckpt_engine.commands.progress import Verbose, interrupt_exit, progress_display, refusal_exit, report_exit
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.options import RollbackOptions
@@ -31,6 +31,7 @@ def rollback(
         PauseMode | None, typer.Option(help="What becomes of running requests. Default: the engine's.")
     ] = None,
     timeout: Timeout = None,
+    keep_draft: KeepDraft = False,
     verbose: Verbose = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
@@ -42,7 +43,13 @@ def rollback(
     Exits with 0 only if all of them serve that version, verified. A version without a holder is refused, with a list of
     those that are held.
     """
-    wishes = {"pause_mode": pause_mode, "timeout": timeout, "pool": pool, "replicas": tuple(replica or ())}
+    wishes = {
+        "pause_mode": pause_mode,
+        "timeout": timeout,
+        "pool": pool,
+        "replicas": tuple(replica or ()),
+        "draft": "keep" if keep_draft else "update",
+    }
     try:
         with progress_display(quiet=json_output) as display:
             with Client(manager) as client:

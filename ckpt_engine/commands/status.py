@@ -138,7 +138,7 @@ def version_of(identity: weights_pb2.Identity) -> str:
 
 def _troubles(answer: manager_pb2.GetStatusResponse) -> list[Text]:
     """Lines below the table: why replicas do not serve, or could not take the last version; engines with wrong version
-    labels; scrubs; stage memory; slow relays. Yellow: it serves."""
+    labels; scrubs; stage memory; accepted guesses of drafts; slow relays. Yellow: it serves."""
     lines = []
     for replica in answer.replicas:
         unfit = f"left out of updates: {replica.unfit.message}" if replica.HasField("unfit") else ""
@@ -160,6 +160,9 @@ def _troubles(answer: manager_pb2.GetStatusResponse) -> list[Text]:
             lines.append(Text(f"{replica.name}: scrub: {scrub}", style="yellow" if torn else "dim"))
         if replica.stage_memory:
             lines.append(Text(f"{replica.name}: stage memory: {replica.stage_memory}", style="dim"))
+        if (guesses := replica.guesses).guessed:
+            share = f"{guesses.accepted / guesses.guessed:.0%} of {guesses.guessed} guessed tokens accepted"
+            lines.append(Text(f"{replica.name}: draft: {share} since version {replica.identity.version}", style="dim"))
         for each in replica.unopened:
             words = f"worker {each.worker_rank} could not open {each.source} over {each.transport}: {each.reason}"
             lines.append(Text(f"{replica.name}: {words}", style="yellow"))

@@ -12,7 +12,7 @@ from ckpt_engine.addresses import MANAGER
 from ckpt_engine.client import Client
 from ckpt_engine.commands.asking import Manager, Pool
 from ckpt_engine.commands.choices import Newer, PauseMode, Policy, Strategy, Until
-from ckpt_engine.commands.options import Timeout, configured_deadlines
+from ckpt_engine.commands.options import KeepDraft, Timeout, configured_deadlines
 from ckpt_engine.commands.progress import Verbose, interrupt_exit, progress_display, refusal_exit, report_exit
 from ckpt_engine.connection import checked_address
 from ckpt_engine.core.problems import CkptEngineError, not_found
@@ -34,6 +34,11 @@ def update(
         Path | None,
         typer.Option(help="The same, read on the manager's host, which must allow it (manager --allow-directory)."),
     ] = None,
+    draft: Annotated[
+        Path | None,
+        typer.Option(help="The same for the draft model (speculative decoding), which becomes a part of the version."),
+    ] = None,
+    keep_draft: KeepDraft = False,
     manager: Manager = MANAGER,
     version: Annotated[
         int | None,
@@ -131,17 +136,19 @@ def update(
             "wave": int(wave) if wave is not None and wave.is_integer() else wave,
             "condition": tuple(condition or ()),
             "newer": newer,
+            "draft": "keep" if keep_draft else "update",
         }
         options = cast(UpdateOptions, wishes)
         with progress_display(quiet=json_output) as display:
             if checkpoint is not None:
-                if not checkpoint.exists():
-                    raise not_found(f"{checkpoint} is neither a directory nor a safetensors file")
+                for path in (checkpoint, draft):
+                    if path is not None and not path.exists():
+                        raise not_found(f"{path} is neither a directory nor a safetensors file")
                 require("trainer", "torch", "numpy", what="this command")
                 from ckpt_engine.trainer.trainer import Trainer  # takes seconds, for which no mistake above should wait
 
                 with Trainer(manager, 0, 1, lineage or LINEAGE, deadlines=limits) as trainer:
-                    trainer.publish(checkpoint, check_finite=check_finite)
+                    trainer.publish(checkpoint, draft=draft, check_finite=check_finite)
                     report = trainer.update_weights(version, on_progress=display.progress, **options)
             else:
                 assert from_directory is not None
@@ -151,6 +158,7 @@ def update(
                         version,
                         lineage=lineage or "",
                         check_finite=check_finite,
+                        draft_directory=None if draft is None else draft.absolute(),
                         on_progress=display.progress,
                         **options,
                     )

@@ -129,7 +129,7 @@ class EngineAdapter(Protocol):
     """Drives one running engine. Runs in the agent, on its event loop; must never block it.
 
     Every call but `close` takes `seconds`, the time that it may take, and raises `EngineCallError` if the engine does
-    not do it within that time. Calls are made one at a time, except `healthy`, which may run at any time. Each call may
+    not do it within that time. Calls are made one at a time, except `healthy` and `count_guesses`. Each call may
     be repeated (an agent restarts; a deadline passes): pausing a paused engine, or resuming a running one, succeeds.
     """
 
@@ -145,6 +145,16 @@ class EngineAdapter(Protocol):
 
     async def healthy(self, seconds: float) -> bool:
         """Whether the engine answers its health route. Never raises; False after `seconds`."""
+        ...
+
+    @property
+    def guesses(self) -> manager_pb2.Guesses | None:
+        """What the engine's draft model has guessed since the engine's start, by the last `count_guesses`; None: it has
+        no draft, or does not count."""
+        ...
+
+    async def count_guesses(self, seconds: float) -> None:
+        """Reads the engine's counts for `guesses`. Never raises; may run at any time."""
         ...
 
     async def prepare(self, seconds: float) -> None:

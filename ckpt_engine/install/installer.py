@@ -30,12 +30,14 @@ from ckpt_engine.core.manifest import DIGEST_FORMAT, blob_digest, check_spec
 from ckpt_engine.core.names import some
 from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, internal, invalid
 from ckpt_engine.core.stage_memory import NONE
+from ckpt_engine.engine.parts import leaving, parts_of
 from ckpt_engine.engine.target import LoadTarget, Quantised, StagedLayer
 from ckpt_engine.gate.page import LINEAGE_BYTES, WorkerSlot
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.install.constants import Constants
 from ckpt_engine.install.early_copy import EarlyCopies, EarlyVersion, Tell
 from ckpt_engine.install.part import InstallPart
+from ckpt_engine.install.parts import check_parts, check_twins, part_reports
 from ckpt_engine.install.plans import ReadyPlan, ReadyPlans
 from ckpt_engine.install.ready import Ready, await_device, warm_up
 from ckpt_engine.install.resolve import bind
@@ -82,6 +84,7 @@ class Installer:
         self._scrub = scrub or Scrub(slot, 0.0, lambda _: None, lambda: False)
         self._part = InstallPart(target)
         self._constants = Constants(target)
+        self._lost: set[str] = set()  # parts with weights that were discarded, and not installed since
         self._fence = weights_pb2.Fence()
         self._filled = weights_pb2.Fence()
         self._last: worker_pb2.WorkerInstalled | None = None
@@ -125,6 +128,9 @@ class Installer:
                 plan = self._plans.open(order.plan, order.deadline_seconds)
                 try:
                     version = None
+                    check_parts(plan.resolved.recording, self._lost)
+                    if order.expected:
+                        check_twins(plan.resolved.recording, _digests_of(order.expected))
                     if not order.asleep:
                         version = self._early_version(order, plan)
                         plan.lay_out(self._target)
@@ -207,6 +213,7 @@ class Installer:
         A failure to digest is not raised; the next install reports it.
         """
         self.give_back()
+        self._lost.update(parts_of(self._target))
         self._constants.note()
         self.release()
 
@@ -296,7 +303,11 @@ class _InstallRun:
         plan.copies_early(early)
         if early is not None:
             self.report.early_bytes, self.report.early_seconds = early.bytes, early.seconds
-        _check_count(expected, plan.resolved.recording)
+        recording = plan.resolved.recording
+        _check_count(expected, recording)
+        check_parts(recording, self._installer._lost)
+        check_twins(recording, expected)
+        self._target = leaving(self._target, recording.unfilled_parts)
         return plan, plan.lay_out(self._target)
 
     def _bring(self, plan: ReadyPlan, resident: Ready, expected: Sequence[int]) -> None:
@@ -341,9 +352,13 @@ class _InstallRun:
         report.verified_as_loaded = len(self._as_loaded)
         report.verified = len(self._verified - self._as_loaded)
         report.tensors = len({need.tensor for need in recording.needs})
+        report.parts.extend(
+            part_reports(plan.resolved, parts_of(self._installer._target), self._verified | self._as_loaded)
+        )
         report.copies = (2 if report.early_bytes else 1) if report.bytes else 0
         trace("worker.install", "commit")
         self._slot.clean(self._order.fence.epoch, self._order.identity)
+        self._installer._lost &= recording.unfilled_parts
         self._installer._plans.serve(plan)
         self._installer._early.drop()
         trace("worker.install", "clean")

@@ -20,6 +20,7 @@ from ckpt_engine.core.offers import another_way, unopened
 from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.core.sizes import in_words
 from ckpt_engine.core.transports import is_collective
+from ckpt_engine.engine.parts import roots_of
 from ckpt_engine.engine.target import LoadTarget
 from ckpt_engine.install.early_copy import EarlyLayout
 from ckpt_engine.install.ready import Ready
@@ -65,7 +66,7 @@ class ReadyPlan:
             names = [name for name in self.resolved.work if name not in self.staged]
             with span("worker.ready", "layout"):
                 self.resident = Ready(self.opened, bind(self.resolved, names, tensors, self.places))
-            self.standing = Standing(target.root, {name: tensors[name] for name in names})
+            self.standing = Standing(roots_of(target), {name: tensors[name] for name in names})
             self.laid = self.places
         return self.resident
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from ckpt_engine.core.parts import own_name, part_of
+
 _Entry = tuple[nn.Module, str, str, torch.Tensor, int, torch.Size, tuple[int, ...], torch.dtype]
 
 
@@ -19,13 +21,14 @@ class Standing:
     """Some tensors of a model, each with the modules on its path, its address and its layout at the time of creation.
     It keeps references to modules and tensors, so that no other object can replace one unnoticed."""
 
-    def __init__(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-        """tensors: by the names that `model` gives its parameters and buffers. With one that `model` does not have
-        under its name, `holds` is always false."""
+    def __init__(self, models: Mapping[str, nn.Module], tensors: Mapping[str, torch.Tensor]) -> None:
+        """models: by part (`core/parts.py`). tensors: by the names that the models give their parameters and buffers,
+        each in its part. With one that no model has under its name, `holds` is always false."""
         self._ways: dict[tuple[int, str], tuple[nn.Module, str, nn.Module]] = {}
         self._entries: list[_Entry] = []
         self._all = True
-        for name, tensor in tensors.items():
+        for full, tensor in tensors.items():
+            model, name = models[part_of(full)], own_name(full)
             holder, last = self._holder(model, name), name.rpartition(".")[2]
             kinds = [kind for kind in ("_parameters", "_buffers") if getattr(holder, kind, {}).get(last) is tensor]
             if holder is None or not kinds:

@@ -144,6 +144,7 @@ class CompilePlans:
     collective: frozenset[str] = frozenset()  # replicas that get all that they need over a collective
     edges: bool = False  # whether the result is to have edges
     relays: frozenset[str] = frozenset()  # boot ids of hosts on which relays run, for messages about reach
+    keeps_draft: bool = False  # a draft model without weights in this version keeps its own; else its replica is unfit
 
 
 @dataclass(frozen=True)
@@ -203,6 +204,7 @@ class Words:
     open: bool  # whether the weights are whole
     reason: str  # why they are not
     identity: weights_pb2.Identity | None
+    guesses: manager_pb2.Guesses | None = None  # of the engine's draft, since the engine's start; None: it counts none
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar, cast
 from google.protobuf.message import DecodeError, Message
 
 from ckpt_engine.core.boxes import Box
-from ckpt_engine.core.complete import check_complete
+from ckpt_engine.core.complete import check_complete, check_unfilled
 from ckpt_engine.core.dtypes import itemsize
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.offers import by_transport, label
@@ -196,7 +196,8 @@ class Compiler:
         publication = _publication(task.published)
         recorded = None if task.record is None else self._recorded(task.record, task.root)
         cutting = b"" if recorded is None else recorded.cutting
-        key = (publication.table_digests, cutting, tuple(map(_identity, task.workers)), task.collective)
+        workers = tuple(map(_identity, task.workers))
+        key = (publication.table_digests, cutting, workers, task.collective, task.keeps_draft)
         compiled = self._plans.get(key)
         if compiled is not None and compiled.unfit and cast(_PlanHandle, compiled.handle).relays != task.relays:
             compiled = None  # the advice for replicas that are out of reach depends on where relays run
@@ -209,7 +210,7 @@ class Compiler:
         requests, unfit = self._requests(task)
         choose = partial(choose_transport, relays=task.relays)
         along = () if recorded is None else recorded.boxes
-        plans = _plans_for_all_that_fit(publication, requests, unfit, along, choose)
+        plans = _plans_for_all_that_fit(publication, requests, unfit, along, choose, task.keeps_draft)
         taking = [each for each in requests if each.collective and _replica(each) not in unfit]
         collective, refused = plan_together(self._blobs, plans, taking) if taking else (None, {})
         unfit |= refused
@@ -333,15 +334,20 @@ def _plans_for_all_that_fit(
     unfit: dict[str, weights_pb2.Problem],
     along: Sequence[Sequence[Box]],
     choose: Choose,
+    keeps_draft: bool,
 ) -> Plans:
     """Compiles plans for all replicas that fit. The others are added to `unfit`: a worker of theirs cannot be planned
-    for, or their workers together leave something out. along: as for `compile_plans`."""
+    for, their workers together leave something out, or their draft has no weights in this version and may not keep its
+    own. along: as for `compile_plans`."""
     workers: dict[str, list[PlanRequest]] = {}
     for request in requests:
         workers.setdefault(_replica(request), []).append(request)
     for name, replica_requests in workers.items():
         try:
-            check_complete(publication.manifest, [each.needs for each in replica_requests], name)
+            all_needs = [each.needs for each in replica_requests]
+            check_complete(publication.manifest, all_needs, name)
+            if not keeps_draft:
+                check_unfilled(all_needs, name)
         except CkptEngineError as error:
             unfit[name] = error.problem
     refused: dict[Hashable, CkptEngineError] = {}

@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 Files = tuple[tuple[str, int, int, int, int, int], ...]
 """Each file: path, device, inode, bytes, and the times (nanoseconds) of the last change of content and of inode."""
+
+Paths = tuple[Path, Path | None]
+"""The target's directory, and the draft's, if there is one."""
 
 STALE_HEARTBEATS = 3
 """Heartbeats within which a replica has reported that it serves."""
@@ -55,8 +59,8 @@ class Publisher:
         asked, and as `Trainer.publish` and `Trainer.update_weights`.
         """
         try:
-            path = resolve(request.directory, self._roots)
-            files = self._files(path)
+            paths = self._paths(request)
+            path, files = paths[0], self._files(paths)
         except CkptEngineError as refusal:
             problem = refusal.problem
             raise error(
@@ -69,7 +73,7 @@ class Publisher:
         require("trainer", "torch", "numpy", what=f"publishing {path} on the manager's host")
         self._last = self._last if request.options.dry_run else None
         try:
-            report = self._bring(request, path, files, on_progress)
+            report = self._bring(request, paths, files, on_progress)
         except BaseException:
             self.close()
             raise
@@ -84,27 +88,34 @@ class Publisher:
             trainer.close()
 
     def _bring(
-        self, request: manager_pb2.UpdateFromDirectoryRequest, path: Path, files: Files, on_progress: Progress
+        self, request: manager_pb2.UpdateFromDirectoryRequest, paths: Paths, files: Files, on_progress: Progress
     ) -> manager_pb2.UpdateReport:
         from ckpt_engine.trainer import Trainer  # takes seconds, for which no refusal above should wait
 
         trainer = self._trainer
         if trainer is None:
             trainer = self._trainer = Trainer(self._address, 0, 1, self._lineage, deadlines=self._deadlines)
-        trainer.publish(path, check_finite=request.check_finite)
+        trainer.publish(paths[0], draft=paths[1], check_finite=request.check_finite)
         # The trainer has opened the files once more by name.
-        if resolve(request.directory, self._roots) != path or self._files(path) != files:
-            raise precondition(f"files of {path} changed while they were opened: call again when they lie still")
+        if self._paths(request) != paths or self._files(paths) != files:
+            where = " or ".join(str(path) for path in paths if path is not None)
+            raise precondition(f"files of {where} changed while they were opened: call again when they lie still")
         return trainer.update_weights(
             request.version if request.HasField("version") else None,
             on_progress=on_progress,
             **options_of(request.options),
         ).message
 
-    def _files(self, path: Path) -> Files:
+    def _paths(self, request: manager_pb2.UpdateFromDirectoryRequest) -> Paths:
+        """The directories of a request. Raises as `roots.resolve`."""
+        draft = request.draft_directory
+        return resolve(request.directory, self._roots), resolve(draft, self._roots) if draft else None
+
+    def _files(self, paths: Paths) -> Files:
         """Identifies the files. Raises as `read_directory`, and as `check_file` for each before it is opened."""
         files = []
-        for header in read_directory(path, lambda file: check_file(file, self._roots)):
+        found = (read_directory(path, lambda file: check_file(file, self._roots)) for path in paths if path is not None)
+        for header in chain.from_iterable(found):
             real = inside(header.path, self._roots)
             try:
                 of = os.stat(real)
@@ -151,11 +162,12 @@ def still_served(report: manager_pb2.UpdateReport, status: manager_pb2.GetStatus
 
 
 def _request_key(request: manager_pb2.UpdateFromDirectoryRequest) -> bytes:
-    """What two requests for the same update have in common. The directory is identified by its files; the version is
+    """What two requests for the same update have in common. Directories are identified by their files; the version is
     compared with the one that the update got."""
     same = manager_pb2.UpdateFromDirectoryRequest()
     same.CopyFrom(request)
     same.ClearField("directory")
+    same.draft_directory = "given" if request.draft_directory else ""
     same.ClearField("version")
     same.options.CopyFrom(options_message(options_of(request.options)))
     return same.SerializeToString(deterministic=True)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from ckpt_engine.core.boxes import Box, intersect, remainder, whole
+from ckpt_engine.core.parts import part_of
 from ckpt_engine.core.problems import CkptEngineError, invalid
 from ckpt_engine.core.strides import span
 from ckpt_engine.record.recording import Fill, TensorLayout
@@ -144,8 +145,10 @@ def account(
     derived: Mapping[str, str],
     constant: Mapping[str, str],
     manifest_names: Iterable[str],
+    unfilled: Collection[str] = (),
 ) -> tuple[list[weights_pb2.Accounted], list[Fill]]:
-    """One row for every tensor of the model, and the fills of what no copy writes.
+    """One row for every tensor of the model, and the fills of what no copy writes. unfilled: parts of
+    which nothing is loaded.
 
     Raises INVALID_ARGUMENT naming each tensor with bytes that come from nowhere.
     """
@@ -158,6 +161,8 @@ def account(
         unloaded = remainder([everything], [box for box, _ in owner.loaded])
         missing_boxes = remainder(unloaded, [box for box, _ in owner.filled])
         reason: tuple[weights_pb2.Accounted.Kind, str] | None = None
+        if part_of(owner.name) in unfilled:
+            reason = _Row.KEPT, "the version has no such part"
         for declarations, kind in ((derived, _Row.DERIVED), (constant, _Row.CONSTANT)):
             reason = reason or next(((kind, declarations[name]) for name in names if name in declarations), None)
         if not missing_boxes:

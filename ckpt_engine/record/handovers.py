@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ckpt_engine.core.boxes import Box
+from ckpt_engine.core.parts import by_part
 from ckpt_engine.record.coverage import Owners
 from ckpt_engine.record.recorder import Recorder
 from ckpt_engine.record.recording import Handover
@@ -38,7 +39,10 @@ def everything(recorder: Recorder, owners: Owners, why: str) -> Handover:
     names = owner_names(recorder, owners)
     boxes = {name: written_boxes(owners, name) for name in names}
     return Handover(
-        tuple(sorted(recorder.used)), boxes, {name: recorder.computed.get(name, why) for name in names}, True
+        tuple(by_part(recorder.manifest, recorder.used)),
+        boxes,
+        {name: recorder.computed.get(name, why) for name in names},
+        True,
     )
 
 
@@ -72,4 +76,4 @@ def _closure(name: str, writers: dict[str, set[int]], loads: dict[int, set[str]]
 def _handover(recorder: Recorder, owners: Owners, tensors: Iterable[int], names: Iterable[str]) -> Handover:
     boxes = {name: written_boxes(owners, name) for name in sorted(names)}
     why = {name: recorder.computed.get(name, "loaded from a tensor that the loader computes on") for name in boxes}
-    return Handover(tuple(sorted(tensors)), boxes, why, False)
+    return Handover(tuple(by_part(recorder.manifest, tensors)), boxes, why, False)

@@ -31,7 +31,9 @@ from ckpt_engine.core.boxes import Box, remainder, whole
 from ckpt_engine.core.kept import kept_dtypes
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.names import some
+from ckpt_engine.core.parts import part_of
 from ckpt_engine.core.problems import CkptEngineError, invalid
+from ckpt_engine.engine.parts import parts_of
 from ckpt_engine.engine.target import LoadTarget
 from ckpt_engine.record.coverage import Owners, StorageSlice, account
 from ckpt_engine.record.handovers import everything, handovers, owner_names, written_boxes
@@ -75,23 +77,34 @@ class _RecordRun:
     fills: list[Fill]
     elsewhere: list[int]  # indices of tensors that other workers load
     absent: dict[int, str]  # why the model has no module for tensors, by their index
+    absent_parts: list[str]  # parts of the manifest that the target has no model for
+    unfilled_parts: list[str]  # parts of the target that the manifest has nothing for
 
 
 def _run(manifest: weights_pb2.Manifest, target: LoadTarget, stop_at: float) -> _RecordRun:
     """Runs the loader. One that decides on values gets False for all of them; if that fails, True in a second run."""
+    parts = {part_of(spec.name) for spec in manifest.tensors} - {""}
+    absent_parts = sorted(parts - parts_of(target).keys())
+    only = [index for index, spec in enumerate(manifest.tensors) if part_of(spec.name) not in absent_parts]
     for answer in (False, True):
         owners = Owners(target.named_tensors())
-        recorder = Recorder(manifest, owners, stop_at, answer)
+        recorder = Recorder(manifest, owners, stop_at, answer, only)
         try:
             _load(recorder, owners, target)
-            elsewhere, absent = _check_used(recorder, target, manifest)
+            elsewhere, absent = _check_used(recorder, target, manifest, only)
             names = [spec.name for spec in manifest.tensors]
-            accounted, fills = account(owners, target.derived(), target.constant(), names)
-            return _RecordRun(recorder, owners, accounted, fills, elsewhere, absent)
+            unfilled = sorted(part for part in parts_of(target).keys() - parts if not _writes(owners, part))
+            accounted, fills = account(owners, target.derived(), target.constant(), names, unfilled)
+            return _RecordRun(recorder, owners, accounted, fills, elsewhere, absent, absent_parts, unfilled)
         except CkptEngineError:
             if answer or not recorder.decided:
                 raise
     raise AssertionError("unreachable")
+
+
+def _writes(owners: Owners, part: str) -> bool:
+    """Whether the loader wrote to a tensor of this part that is not the target's too."""
+    return any(owner.loaded or owner.filled for name, owner in owners.by_name.items() if part_of(name) == part)
 
 
 def _load(recorder: Recorder, owners: Owners, target: LoadTarget) -> None:
@@ -162,7 +175,12 @@ def _recording(manifest: weights_pb2.Manifest, digest: bytes, run: _RecordRun, f
         if row.name in why:
             row.note = f"by the engine's own loader, from whole tensors: {why[row.name]}"
     message = weights_pb2.WorkerNeeds(
-        manifest_digest=digest, accounted=run.accounted, elsewhere=run.elsewhere, absent=run.absent
+        manifest_digest=digest,
+        accounted=run.accounted,
+        elsewhere=run.elsewhere,
+        absent=run.absent,
+        absent_parts=run.absent_parts,
+        unfilled_parts=run.unfilled_parts,
     )
     for each in needs:
         message.needs.add(tensor=each.tensor, start=each.box.start, stop=each.box.stop)
@@ -178,7 +196,41 @@ def _recording(manifest: weights_pb2.Manifest, digest: bytes, run: _RecordRun, f
         layouts=layouts,
         needs_bytes=needs_bytes,
         needs_digest=blob_digest(needs_bytes),
+        absent_parts=frozenset(run.absent_parts),
+        unfilled_parts=frozenset(run.unfilled_parts),
+        twins=_twins(manifest, list(needs), copies),
+        shared=_shared(run.owners),
     )
+
+
+def _twins(
+    manifest: weights_pb2.Manifest, needs: Sequence[NeedBox], copies: Sequence[Copy]
+) -> tuple[tuple[int, int], ...]:
+    """Pairs of needs of two parts that are loaded to the same elements, so that a version must have equal values for
+    them."""
+    first: dict[tuple[object, ...], int] = {}
+    pairs = []
+    for copy in copies:
+        need = needs[copy.need]
+        key = (copy.tensor, copy.offset, copy.stride, need.box, manifest.tensors[need.tensor].dtype)
+        other = first.setdefault(key, copy.need)
+        if _part(manifest, needs[other]) != _part(manifest, needs[copy.need]):
+            pairs.append((other, copy.need))
+    return tuple(pairs)
+
+
+def _part(manifest: weights_pb2.Manifest, need: NeedBox) -> str:
+    return part_of(manifest.tensors[need.tensor].name)
+
+
+def _shared(owners: Owners) -> dict[str, tuple[str, ...]]:
+    """By part, the names of its tensors that are loaded and that the target has too."""
+    found: dict[str, list[str]] = {}
+    for owner in owners.by_name.values():
+        for alias in owner.aliases if owner.loaded else ():
+            if part_of(alias) and part_of(alias) != part_of(owner.name):
+                found.setdefault(part_of(alias), []).append(alias)
+    return {part: tuple(names) for part, names in found.items()}
 
 
 def _loader_failed(recorder: Recorder, target: LoadTarget, error: Exception) -> CkptEngineError:
@@ -223,11 +275,11 @@ def _other_dtypes(casts: Sequence[tuple[str, str, str]]) -> CkptEngineError:
 
 
 def _check_used(
-    recorder: Recorder, target: LoadTarget, manifest: weights_pb2.Manifest
+    recorder: Recorder, target: LoadTarget, manifest: weights_pb2.Manifest, candidates: Sequence[int]
 ) -> tuple[list[int], dict[int, str]]:
-    """The tensors that other workers of this engine load, and why the model has no module for others. Raises
-    INVALID_ARGUMENT for those that no worker takes."""
-    unused = [index for index in range(len(manifest.tensors)) if index not in recorder.used]
+    """The tensors that other workers of this engine load, and why the model has no module for others. candidates:
+    indices of those that the loader gets. Raises INVALID_ARGUMENT for those that no worker takes."""
+    unused = [index for index in candidates if index not in recorder.used]
     absent, elsewhere, unknown = dict[int, str](), [], []
     for index in unused:
         name = manifest.tensors[index].name

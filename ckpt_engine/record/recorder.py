@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ckpt_engine.core.boxes import Box, intersect, remainder
 from ckpt_engine.core.dtypes import widens
+from ckpt_engine.core.parts import by_part
 from ckpt_engine.core.problems import CkptEngineError, deadline
 from ckpt_engine.record.coverage import Owner, Owners
 from ckpt_engine.record.origins import (
@@ -65,11 +66,12 @@ class Recorder(Watching):
     ) -> None:
         """only: indices of the tensors that are handed out; default, all."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self.manifest = manifest
         self._specs = manifest.tensors
         self._owners = owners
         self._stop_at = stop_at
         self._answer = answer
-        self._only = range(len(self._specs)) if only is None else sorted(only)
+        self._only = by_part(manifest, range(len(self._specs)) if only is None else only)
         self._index = {spec.name: index for index, spec in enumerate(manifest.tensors)}
         self._origins = Origins(manifest, self._only)
         self._need_numbers: dict[tuple[int, Box], int] = {}

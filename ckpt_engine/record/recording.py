@@ -5,7 +5,8 @@ Plain data about one manifest and one layout of a model. It holds no tensor, so 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -87,6 +88,12 @@ class Recording:
     layouts: dict[str, TensorLayout]  # of the model's tensors that are written to, and those of each `handover_name`
     needs_bytes: bytes  # the serialised WorkerNeeds that the plan is made for
     needs_digest: bytes  # names it in plans
+    absent_parts: frozenset[str] = frozenset()  # parts of the version that the worker has no model for
+    unfilled_parts: frozenset[str] = frozenset()  # of the worker, without weights in the version: they stay as they are
+    twins: tuple[tuple[int, int], ...] = ()  # needs of two parts that are loaded to the same elements
+    shared: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # by part, its tensors that are the target's too
 
     def name(self, need: int) -> str:
         """The checkpoint name of the tensor that a need is a box of."""

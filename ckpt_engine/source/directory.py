@@ -39,7 +39,7 @@ def directory_source(
     Raises NOT_FOUND or INVALID_ARGUMENT if the files are not a whole checkpoint (see source/safetensors.py).
     """
     wish = wish or PublishWish()
-    lending, regions, tensors = _open(path)
+    lending, regions, tensors = _open(path, wish.first_region)
     views = [tensor.view(regions) for tensor in tensors]
     pairs = zip(tensors, views, strict=True)
     cast = any(served_dtype(tensor.entry.name, view.dtype, wish) != view.dtype for tensor, view in pairs)
@@ -154,12 +154,12 @@ def _entries(tensors: list[_InFile]) -> list[FileTensor]:
     return [tensor.entry for tensor in tensors]
 
 
-def _open(path: Path) -> tuple[Lending, MappedRegions, list[_InFile]]:
+def _open(path: Path, first_region: int) -> tuple[Lending, MappedRegions, list[_InFile]]:
     """Maps the files of a checkpoint; its tensors sorted by name."""
     lending = Lending()
     tensors = []
     regions = []
-    for id, header in enumerate(read_directory(path)):
+    for id, header in enumerate(read_directory(path), start=first_region):
         region = file_region(id, str(header.path), header.data_start, header.data_size)
         regions.append(region)
         lending.must_offer(id, FileMemory(str(header.path), header.data_start, header.data_size))

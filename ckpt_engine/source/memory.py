@@ -220,7 +220,7 @@ class MemorySource:
             [box.tensor for box in boxes],
             [self._served[index] for index in indices],
             [self._copied[index] for index in indices],
-            1,
+            self._wish.first_region + 1,
             self._lending,
         )
         for index, place in zip(indices, self._device.places, strict=True):
@@ -274,7 +274,7 @@ class MemorySource:
 
     def _lend_host(self, memory: HostMemory) -> int:
         taken = [region.id for region in self._lending.regions]
-        id = max(taken) + 1 if 0 in taken else 0
+        id = max(taken) + 1 if self._wish.first_region in taken else self._wish.first_region
         self._lending.must_offer(id, memory)
         return id
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from ckpt_engine.core.dtypes import CASTABLE as CASTABLE_NAMES
 from ckpt_engine.core.dtypes import UnsupportedDtypeError
 from ckpt_engine.core.kept import Kept
+from ckpt_engine.core.parts import DRAFT
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.core.transports import GPU_MEMORY, HOST_MEMORY, TransportKind, lending, worker_kinds
 from ckpt_engine.host.facts import this_host
@@ -19,9 +21,11 @@ from ckpt_engine.source.base import Source
 from ckpt_engine.source.directory import directory_source
 from ckpt_engine.source.module import module_source
 from ckpt_engine.source.named import named_source
+from ckpt_engine.source.parts import PartsSource, first_region_behind, kept_in
 from ckpt_engine.source.renewed import Pairs, RenewedSource
 from ckpt_engine.source.ways import CASTABLE, PublishWish
 from ckpt_engine.torch_dtypes import dtype_name, torch_dtype
+from ckpt_engine.v1.weights_pb2 import Host
 
 Publishable = (
     nn.Module
@@ -44,6 +48,7 @@ def open_source(
     transport: str | None = None,
     move: bool = False,
     kept_dtypes: Kept | None = None,
+    draft: Publishable | None = None,
 ) -> Source:
     """Opens `obj` as what trainer rank `rank` of `world_size` offers. In the process that owns the weights.
 
@@ -86,7 +91,8 @@ def open_source(
     served dtype of floating-point tensors; if it is None, `kept_dtypes` has narrower ones that models keep
     (core/kept.py). Those of another dtype are cast: by the readers if they are live on a GPU, else when they are copied
     at each seal. `snapshot=False` refuses what cannot do without a copy. `advertise` is the address at which other
-    hosts reach this one.
+    hosts reach this one. `draft` is the model that guesses tokens for this one, in any of the same types; it is opened
+    with the same wishes, and is a part of the same version (core/parts.py).
 
     Raises CkptEngineError INVALID_ARGUMENT for anything else and for what cannot be published, naming the tensor;
     FAILED_PRECONDITION for tensors with memory that was freed or offloaded.
@@ -96,7 +102,23 @@ def open_source(
     names = sorted({kind.name for memory in (GPU_MEMORY, HOST_MEMORY) for kind in _lenders(memory)})
     if transport is not None and transport not in names:
         raise invalid(f"transport {transport!r} is none that tensors can be published over ({', '.join(names)})")
-    host, wish = this_host(advertise), PublishWish(snapshot, move, _dtype(dtype), transport, kept_dtypes or {})
+    narrow = kept_dtypes or {}
+    host, wish = this_host(advertise), PublishWish(snapshot, move, _dtype(dtype), transport, kept_in("", narrow))
+    target = _open_part(obj, host, rank, world_size, wish)
+    if draft is None:
+        return target
+    try:
+        drafts_wish = replace(wish, kept_dtypes=kept_in(DRAFT, narrow), first_region=first_region_behind(target))
+        drafts = _open_part(draft, host, rank, 1, drafts_wish)  # one rank of several may have all of it
+    except BaseException:
+        target.close()
+        raise
+    return PartsSource({"": target, DRAFT: drafts})
+
+
+def _open_part(obj: Publishable, host: Host, rank: int, world_size: int, wish: PublishWish) -> Source:
+    """Opens the weights of one model."""
+    snapshot, move, transport = wish.snapshot, wish.move, wish.transport
     if move and snapshot is True:
         raise invalid(
             "snapshot=True copies the weights at each update and moves none, move=True moves them so that none need be "

@@ -35,6 +35,7 @@ class PublishWish:
     dtype: torch.dtype | None = None  # served, of floating-point tensors; None: their own, or that of `kept_dtypes`
     transport: str | None = None  # None: all that lend unasked, on the GPU where that works
     kept_dtypes: Kept = field(default_factory=dict)  # narrower ones that models keep, see core/kept.py
+    first_region: int = 0  # the lowest number of its regions: those of a version's other part are below
 
 
 def served_dtype(name: str, dtype: torch.dtype, wish: PublishWish) -> torch.dtype:

@@ -113,6 +113,7 @@ class Trainer:
         self,
         weights: Publishable,
         *,
+        draft: Publishable | None = None,
         dtype: str | torch.dtype | None = None,
         snapshot: bool | None = None,
         move: bool = False,
@@ -123,8 +124,11 @@ class Trainer:
         callable that yields pairs again at each update, or a safetensors directory.
 
         Once, and again only when tensors are replaced (not when their values change). Each rank publishes what it
-        holds. dtype: served, if another than the weights'; none: float32 weights are served in bfloat16 where replicas
-        of the first update keep that, and stay so. snapshot: True copies the weights at each update, so that replicas
+        holds. draft: the model that guesses tokens for this one (speculative decoding), in any of the same types: it is
+        sealed, committed and installed together with it; replicas without a draft model leave it, and the report says
+        so. A draft in the same checkpoint, as the layers of multi-token prediction are, needs no argument. dtype:
+        served, if another than the weights'; none: float32 weights are served in bfloat16 where replicas of the first
+        update keep that, and stay so. snapshot: True copies the weights at each update, so that replicas
         that join late can be served between updates; False refuses what needs a copy. move: True moves weights on a CPU
         into shared memory, once, so that updates need not copy them; see below. transport: what all of them are offered
         over, "cuda_ipc", "shared_memory" or another that lends memory; none: where they lie if that works. "nccl": this
@@ -153,6 +157,7 @@ class Trainer:
         checked_flag("move", move)
         checked_flag("check_finite", check_finite)
         weights_again = list(weights) if isinstance(weights, Iterator) else weights
+        draft_again = list(draft) if isinstance(draft, Iterator) else draft
 
         def publish() -> None:
             source = open_source(
@@ -165,6 +170,7 @@ class Trainer:
                 transport=transport,
                 move=move,
                 kept_dtypes=self._kept_dtypes,
+                draft=draft_again,
             )
             self._background.publish(self._sealer.offer(source, check_finite))
 
@@ -223,7 +229,7 @@ class Trainer:
 
         version: rises within the lineage; none: the last one plus one. All ranks give the same.
         options: see `ckpt_engine.UpdateOptions`: pause_mode, timeout, min_replicas, replicas, pool, prefetch, until,
-            dry_run. All ranks give the same.
+            dry_run, draft. All ranks give the same.
         on_progress: called on this thread with each UpdateProgress; what it raises ends the wait.
 
         Returns the report also if some replicas failed: look at `report.ok`. Raises CkptEngineError when the update

@@ -70,6 +70,12 @@ class Newer(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NEWER_SUPERSEDE: _ClassVar[Newer]
     NEWER_WAIT: _ClassVar[Newer]
 
+class Draft(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DRAFT_UNSPECIFIED: _ClassVar[Draft]
+    DRAFT_UPDATE: _ClassVar[Draft]
+    DRAFT_KEEP: _ClassVar[Draft]
+
 class ReplicaState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     REPLICA_STATE_UNSPECIFIED: _ClassVar[ReplicaState]
@@ -116,6 +122,9 @@ UNTIL_FIRST_WAVE: Until
 NEWER_UNSPECIFIED: Newer
 NEWER_SUPERSEDE: Newer
 NEWER_WAIT: Newer
+DRAFT_UNSPECIFIED: Draft
+DRAFT_UPDATE: Draft
+DRAFT_KEEP: Draft
 REPLICA_STATE_UNSPECIFIED: ReplicaState
 REPLICA_STATE_SERVING: ReplicaState
 REPLICA_STATE_DRAINING: ReplicaState
@@ -561,7 +570,7 @@ class NotBrought(_message.Message):
     def __init__(self, identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ReplicaHeartbeat(_message.Message):
-    __slots__ = ("sequence", "workers", "serving", "asleep", "closed_reason", "label_problem", "engine_check", "stage_memory", "scrubs")
+    __slots__ = ("sequence", "workers", "serving", "asleep", "closed_reason", "label_problem", "engine_check", "stage_memory", "guesses", "scrubs")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     SERVING_FIELD_NUMBER: _ClassVar[int]
@@ -570,6 +579,7 @@ class ReplicaHeartbeat(_message.Message):
     LABEL_PROBLEM_FIELD_NUMBER: _ClassVar[int]
     ENGINE_CHECK_FIELD_NUMBER: _ClassVar[int]
     STAGE_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    GUESSES_FIELD_NUMBER: _ClassVar[int]
     SCRUBS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
@@ -579,8 +589,9 @@ class ReplicaHeartbeat(_message.Message):
     label_problem: str
     engine_check: str
     stage_memory: str
+    guesses: Guesses
     scrubs: _containers.RepeatedCompositeFieldContainer[WorkerScrub]
-    def __init__(self, sequence: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., serving: bool = ..., asleep: bool = ..., closed_reason: _Optional[str] = ..., label_problem: _Optional[str] = ..., engine_check: _Optional[str] = ..., stage_memory: _Optional[str] = ..., scrubs: _Optional[_Iterable[_Union[WorkerScrub, _Mapping]]] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., serving: bool = ..., asleep: bool = ..., closed_reason: _Optional[str] = ..., label_problem: _Optional[str] = ..., engine_check: _Optional[str] = ..., stage_memory: _Optional[str] = ..., guesses: _Optional[_Union[Guesses, _Mapping]] = ..., scrubs: _Optional[_Iterable[_Union[WorkerScrub, _Mapping]]] = ...) -> None: ...
 
 class WorkerScrub(_message.Message):
     __slots__ = ("rank", "boot_id", "interval_seconds", "bytes", "unscrubbed", "passes", "passed_at", "pass_seconds", "idle", "differences", "last")
@@ -635,6 +646,14 @@ class ScrubDifference(_message.Message):
     epoch: int
     at: float
     def __init__(self, rank: _Optional[int] = ..., tensor: _Optional[str] = ..., start: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[int]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., epoch: _Optional[int] = ..., at: _Optional[float] = ...) -> None: ...
+
+class Guesses(_message.Message):
+    __slots__ = ("guessed", "accepted")
+    GUESSED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    guessed: int
+    accepted: int
+    def __init__(self, guessed: _Optional[int] = ..., accepted: _Optional[int] = ...) -> None: ...
 
 class Prepare(_message.Message):
     __slots__ = ("fence", "manifest", "deadline_seconds")
@@ -789,7 +808,7 @@ class EdgeReport(_message.Message):
     def __init__(self, source_rank: _Optional[int] = ..., worker_rank: _Optional[int] = ..., transport: _Optional[str] = ..., reason: _Optional[str] = ..., bytes: _Optional[int] = ..., source: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("rank", "bytes", "tensors", "verified", "verified_as_loaded", "copies", "transfer_seconds", "install_seconds", "verify_seconds", "problem", "by_loader", "span", "early_bytes", "early_seconds", "quantised", "absent")
+    __slots__ = ("rank", "bytes", "tensors", "verified", "verified_as_loaded", "copies", "transfer_seconds", "install_seconds", "verify_seconds", "problem", "by_loader", "span", "early_bytes", "early_seconds", "quantised", "absent", "parts")
     RANK_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -806,6 +825,7 @@ class WorkerReport(_message.Message):
     EARLY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     QUANTISED_FIELD_NUMBER: _ClassVar[int]
     ABSENT_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     bytes: int
     tensors: int
@@ -822,7 +842,8 @@ class WorkerReport(_message.Message):
     early_seconds: float
     quantised: _containers.RepeatedCompositeFieldContainer[QuantisedLayers]
     absent: _containers.RepeatedCompositeFieldContainer[AbsentTensors]
-    def __init__(self, rank: _Optional[int] = ..., bytes: _Optional[int] = ..., tensors: _Optional[int] = ..., verified: _Optional[int] = ..., verified_as_loaded: _Optional[int] = ..., copies: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., install_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., by_loader: _Optional[_Iterable[str]] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., early_bytes: _Optional[int] = ..., early_seconds: _Optional[float] = ..., quantised: _Optional[_Iterable[_Union[QuantisedLayers, _Mapping]]] = ..., absent: _Optional[_Iterable[_Union[AbsentTensors, _Mapping]]] = ...) -> None: ...
+    parts: _containers.RepeatedCompositeFieldContainer[PartReport]
+    def __init__(self, rank: _Optional[int] = ..., bytes: _Optional[int] = ..., tensors: _Optional[int] = ..., verified: _Optional[int] = ..., verified_as_loaded: _Optional[int] = ..., copies: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., install_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., by_loader: _Optional[_Iterable[str]] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., early_bytes: _Optional[int] = ..., early_seconds: _Optional[float] = ..., quantised: _Optional[_Iterable[_Union[QuantisedLayers, _Mapping]]] = ..., absent: _Optional[_Iterable[_Union[AbsentTensors, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[PartReport, _Mapping]]] = ...) -> None: ...
 
 class AbsentTensors(_message.Message):
     __slots__ = ("prefix", "tensors", "bytes", "reason")
@@ -835,6 +856,32 @@ class AbsentTensors(_message.Message):
     bytes: int
     reason: str
     def __init__(self, prefix: _Optional[str] = ..., tensors: _Optional[int] = ..., bytes: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class PartReport(_message.Message):
+    __slots__ = ("part", "handling", "bytes", "tensors", "verified", "shared")
+    class Handling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        HANDLING_UNSPECIFIED: _ClassVar[PartReport.Handling]
+        INSTALLED: _ClassVar[PartReport.Handling]
+        LEFT: _ClassVar[PartReport.Handling]
+        KEPT: _ClassVar[PartReport.Handling]
+    HANDLING_UNSPECIFIED: PartReport.Handling
+    INSTALLED: PartReport.Handling
+    LEFT: PartReport.Handling
+    KEPT: PartReport.Handling
+    PART_FIELD_NUMBER: _ClassVar[int]
+    HANDLING_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
+    part: str
+    handling: PartReport.Handling
+    bytes: int
+    tensors: int
+    verified: int
+    shared: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, part: _Optional[str] = ..., handling: _Optional[_Union[PartReport.Handling, str]] = ..., bytes: _Optional[int] = ..., tensors: _Optional[int] = ..., verified: _Optional[int] = ..., shared: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class QuantisedLayers(_message.Message):
     __slots__ = ("published", "method", "layers", "names")
@@ -909,7 +956,7 @@ class DeployCondition(_message.Message):
     def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
 
 class UpdateOptions(_message.Message):
-    __slots__ = ("pause_mode", "timeout_seconds", "min_replicas", "replicas", "pool", "prefetch", "until", "dry_run", "strategy", "wave_replicas", "wave_share", "conditions", "newer")
+    __slots__ = ("pause_mode", "timeout_seconds", "min_replicas", "replicas", "pool", "prefetch", "until", "dry_run", "draft", "strategy", "wave_replicas", "wave_share", "conditions", "newer")
     PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
@@ -918,6 +965,7 @@ class UpdateOptions(_message.Message):
     PREFETCH_FIELD_NUMBER: _ClassVar[int]
     UNTIL_FIELD_NUMBER: _ClassVar[int]
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
     WAVE_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     WAVE_SHARE_FIELD_NUMBER: _ClassVar[int]
@@ -931,12 +979,13 @@ class UpdateOptions(_message.Message):
     prefetch: Prefetch
     until: Until
     dry_run: bool
+    draft: Draft
     strategy: str
     wave_replicas: int
     wave_share: float
     conditions: _containers.RepeatedCompositeFieldContainer[DeployCondition]
     newer: Newer
-    def __init__(self, pause_mode: _Optional[_Union[PauseMode, str]] = ..., timeout_seconds: _Optional[float] = ..., min_replicas: _Optional[int] = ..., replicas: _Optional[_Iterable[str]] = ..., pool: _Optional[str] = ..., prefetch: _Optional[_Union[Prefetch, str]] = ..., until: _Optional[_Union[Until, str]] = ..., dry_run: bool = ..., strategy: _Optional[str] = ..., wave_replicas: _Optional[int] = ..., wave_share: _Optional[float] = ..., conditions: _Optional[_Iterable[_Union[DeployCondition, _Mapping]]] = ..., newer: _Optional[_Union[Newer, str]] = ...) -> None: ...
+    def __init__(self, pause_mode: _Optional[_Union[PauseMode, str]] = ..., timeout_seconds: _Optional[float] = ..., min_replicas: _Optional[int] = ..., replicas: _Optional[_Iterable[str]] = ..., pool: _Optional[str] = ..., prefetch: _Optional[_Union[Prefetch, str]] = ..., until: _Optional[_Union[Until, str]] = ..., dry_run: bool = ..., draft: _Optional[_Union[Draft, str]] = ..., strategy: _Optional[str] = ..., wave_replicas: _Optional[int] = ..., wave_share: _Optional[float] = ..., conditions: _Optional[_Iterable[_Union[DeployCondition, _Mapping]]] = ..., newer: _Optional[_Union[Newer, str]] = ...) -> None: ...
 
 class Deployment(_message.Message):
     __slots__ = ("number", "base", "base_epoch", "target", "strategy", "wave_replicas", "conditions", "newer", "pause_mode", "min_replicas", "wave_seconds", "pool", "selection", "participants", "waves", "state", "approved", "paused", "reason", "waits_for")
@@ -1038,18 +1087,20 @@ class UpdateWeightsRequest(_message.Message):
     def __init__(self, lineage: _Optional[str] = ..., rank: _Optional[int] = ..., session_id: _Optional[str] = ..., version: _Optional[int] = ..., options: _Optional[_Union[UpdateOptions, _Mapping]] = ..., adapts: bool = ...) -> None: ...
 
 class UpdateFromDirectoryRequest(_message.Message):
-    __slots__ = ("directory", "lineage", "version", "options", "check_finite")
+    __slots__ = ("directory", "lineage", "version", "options", "check_finite", "draft_directory")
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     CHECK_FINITE_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     directory: str
     lineage: str
     version: int
     options: UpdateOptions
     check_finite: bool
-    def __init__(self, directory: _Optional[str] = ..., lineage: _Optional[str] = ..., version: _Optional[int] = ..., options: _Optional[_Union[UpdateOptions, _Mapping]] = ..., check_finite: bool = ...) -> None: ...
+    draft_directory: str
+    def __init__(self, directory: _Optional[str] = ..., lineage: _Optional[str] = ..., version: _Optional[int] = ..., options: _Optional[_Union[UpdateOptions, _Mapping]] = ..., check_finite: bool = ..., draft_directory: _Optional[str] = ...) -> None: ...
 
 class RollbackRequest(_message.Message):
     __slots__ = ("lineage", "version", "options")
@@ -1460,7 +1511,7 @@ class VersionShare(_message.Message):
     def __init__(self, identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., bytes: _Optional[int] = ..., wanted_bytes: _Optional[int] = ..., coming: bool = ...) -> None: ...
 
 class ReplicaStatus(_message.Message):
-    __slots__ = ("name", "engine", "mode", "connected", "serving", "asleep", "closed_reason", "workers", "identity", "last_outcome", "host", "unfit", "label_problem", "pool", "gpus", "unopened", "engine_check", "desired", "drift", "hold", "stage_memory", "scrubs")
+    __slots__ = ("name", "engine", "mode", "connected", "serving", "asleep", "closed_reason", "workers", "identity", "last_outcome", "host", "unfit", "label_problem", "pool", "gpus", "unopened", "engine_check", "desired", "drift", "hold", "stage_memory", "guesses", "scrubs")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
@@ -1482,6 +1533,7 @@ class ReplicaStatus(_message.Message):
     DRIFT_FIELD_NUMBER: _ClassVar[int]
     HOLD_FIELD_NUMBER: _ClassVar[int]
     STAGE_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    GUESSES_FIELD_NUMBER: _ClassVar[int]
     SCRUBS_FIELD_NUMBER: _ClassVar[int]
     name: str
     engine: Engine
@@ -1504,8 +1556,9 @@ class ReplicaStatus(_message.Message):
     drift: Drift
     hold: OperatorHold
     stage_memory: str
+    guesses: Guesses
     scrubs: _containers.RepeatedCompositeFieldContainer[WorkerScrub]
-    def __init__(self, name: _Optional[str] = ..., engine: _Optional[_Union[Engine, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., connected: bool = ..., serving: bool = ..., asleep: bool = ..., closed_reason: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., last_outcome: _Optional[_Union[ReplicaOutcome, _Mapping]] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., unfit: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., label_problem: _Optional[str] = ..., pool: _Optional[str] = ..., gpus: _Optional[_Iterable[_Union[WorkerGpus, _Mapping]]] = ..., unopened: _Optional[_Iterable[_Union[_weights_pb2.Unopened, _Mapping]]] = ..., engine_check: _Optional[str] = ..., desired: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., drift: _Optional[_Union[Drift, _Mapping]] = ..., hold: _Optional[_Union[OperatorHold, _Mapping]] = ..., stage_memory: _Optional[str] = ..., scrubs: _Optional[_Iterable[_Union[WorkerScrub, _Mapping]]] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., engine: _Optional[_Union[Engine, _Mapping]] = ..., mode: _Optional[_Union[Mode, str]] = ..., connected: bool = ..., serving: bool = ..., asleep: bool = ..., closed_reason: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., last_outcome: _Optional[_Union[ReplicaOutcome, _Mapping]] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., unfit: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., label_problem: _Optional[str] = ..., pool: _Optional[str] = ..., gpus: _Optional[_Iterable[_Union[WorkerGpus, _Mapping]]] = ..., unopened: _Optional[_Iterable[_Union[_weights_pb2.Unopened, _Mapping]]] = ..., engine_check: _Optional[str] = ..., desired: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., drift: _Optional[_Union[Drift, _Mapping]] = ..., hold: _Optional[_Union[OperatorHold, _Mapping]] = ..., stage_memory: _Optional[str] = ..., guesses: _Optional[_Union[Guesses, _Mapping]] = ..., scrubs: _Optional[_Iterable[_Union[WorkerScrub, _Mapping]]] = ...) -> None: ...
 
 class Drift(_message.Message):
     __slots__ = ("reason", "seconds", "next_attempt_seconds")

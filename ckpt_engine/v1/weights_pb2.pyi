@@ -332,11 +332,13 @@ class Accounted(_message.Message):
         FILLED: _ClassVar[Accounted.Kind]
         DERIVED: _ClassVar[Accounted.Kind]
         CONSTANT: _ClassVar[Accounted.Kind]
+        KEPT: _ClassVar[Accounted.Kind]
     KIND_UNSPECIFIED: Accounted.Kind
     LOADED: Accounted.Kind
     FILLED: Accounted.Kind
     DERIVED: Accounted.Kind
     CONSTANT: Accounted.Kind
+    KEPT: Accounted.Kind
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -348,18 +350,22 @@ class Accounted(_message.Message):
     def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[Accounted.Kind, str]] = ..., bytes: _Optional[int] = ..., note: _Optional[str] = ...) -> None: ...
 
 class WorkerNeeds(_message.Message):
-    __slots__ = ("manifest_digest", "needs", "accounted", "elsewhere", "absent")
+    __slots__ = ("manifest_digest", "needs", "accounted", "elsewhere", "absent", "absent_parts", "unfilled_parts")
     MANIFEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
     NEEDS_FIELD_NUMBER: _ClassVar[int]
     ACCOUNTED_FIELD_NUMBER: _ClassVar[int]
     ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     ABSENT_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_PARTS_FIELD_NUMBER: _ClassVar[int]
+    UNFILLED_PARTS_FIELD_NUMBER: _ClassVar[int]
     manifest_digest: bytes
     needs: _containers.RepeatedCompositeFieldContainer[Need]
     accounted: _containers.RepeatedCompositeFieldContainer[Accounted]
     elsewhere: _containers.RepeatedScalarFieldContainer[int]
     absent: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, manifest_digest: _Optional[bytes] = ..., needs: _Optional[_Iterable[_Union[Need, _Mapping]]] = ..., accounted: _Optional[_Iterable[_Union[Accounted, _Mapping]]] = ..., elsewhere: _Optional[_Iterable[int]] = ..., absent: _Optional[_Iterable[int]] = ...) -> None: ...
+    absent_parts: _containers.RepeatedScalarFieldContainer[str]
+    unfilled_parts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, manifest_digest: _Optional[bytes] = ..., needs: _Optional[_Iterable[_Union[Need, _Mapping]]] = ..., accounted: _Optional[_Iterable[_Union[Accounted, _Mapping]]] = ..., elsewhere: _Optional[_Iterable[int]] = ..., absent: _Optional[_Iterable[int]] = ..., absent_parts: _Optional[_Iterable[str]] = ..., unfilled_parts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Piece(_message.Message):
     __slots__ = ("need", "source", "region", "offset", "start", "stop", "stride", "stored_dtype")

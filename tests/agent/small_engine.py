@@ -74,6 +74,11 @@ class SmallAdapter:
         supported, reason, untested = bool(info["supported"]), str(info["reason"]), str(info["untested"])
         return EngineInfo("1", 1, supported, reason, bool(info["paused"]), False, untested)
 
+    guesses = None
+
+    async def count_guesses(self, seconds: float) -> None:
+        """It has no draft."""
+
     async def healthy(self, seconds: float) -> bool:
         try:
             await self._client.call("GET", "/health", seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt_engine.core.absent import absent_in_all, absent_rows
-from ckpt_engine.core.complete import check_complete
+from ckpt_engine.core.complete import check_complete, check_unfilled
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.v1.manager_pb2 import AbsentTensors
 from ckpt_engine.v1.weights_pb2 import Manifest, Need, Problem, TensorSpec, WorkerNeeds
@@ -69,3 +69,12 @@ def test_what_another_worker_takes_a_part_of_is_not_absent() -> None:
     assert absent_in_all([rows, rows[:1]]) == tuple(rows[:1])
     assert absent_in_all([rows, [AbsentTensors(prefix="a.", tensors=1, bytes=4)]]) == ()
     assert absent_in_all([]) == ()
+
+
+def test_a_model_that_would_keep_its_old_weights_is_named() -> None:
+    """One pipeline stage has the draft, the other knows of none."""
+    check_unfilled([worker("ab", ""), WorkerNeeds(absent_parts=["draft"])], "pp")
+    with pytest.raises(CkptEngineError) as caught:
+        check_unfilled([worker("ab", ""), WorkerNeeds(unfilled_parts=["draft"])], "pp")
+    assert caught.value.problem.code == Problem.INVALID_ARGUMENT
+    assert "the server of replica 'pp' has a draft model, and the version has no weights for it" in str(caught.value)

@@ -1,9 +1,8 @@
 """vLLM split by layers and by experts: each worker loads its own, and together they must load everything. vLLM with
-several engines, and with a second model, which nothing would load."""
+several engines."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -92,18 +91,3 @@ def test_data_parallel_engines_are_all_updated(tmp_path: Path) -> None:
                 assert len(report.replicas[0].message.workers) == 2
                 for _ in range(4):  # requests go to either engine
                     assert_serves(replica, model, version)
-
-
-def test_a_server_with_a_draft_model_is_refused(tmp_path: Path) -> None:
-    """An update would leave the draft model with old weights, and nobody would notice more than slow decoding."""
-    model = make_tiny_qwen3(tmp_path / "bare", weights=False)
-    make_tiny_qwen3(tmp_path / "draft", 1, layers=1)
-    draft = {"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": 2}
-    with running_cluster(tmp_path / "cluster") as cluster:
-        replica = start_vllm(cluster, "draft", tmp_path / "bare", "--speculative-config", json.dumps(draft))
-        replica.registered(600)
-        with Trainer(cluster.address, lineage="draft") as trainer:
-            trainer.publish(named_weights(model))
-            with pytest.raises(CkptEngineError, match=r"draft model \(method draft_model"):
-                trainer.update_weights(version=1)
-        assert_closed(replica)

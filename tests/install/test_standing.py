@@ -31,7 +31,7 @@ class Model(nn.Module):
 
 
 def standing(model: Model) -> Standing:
-    return Standing(model, {**dict(model.named_parameters()), **dict(model.named_buffers())})
+    return Standing({"": model}, {**dict(model.named_parameters()), **dict(model.named_buffers())})
 
 
 def first(model: Model) -> Layer:
@@ -150,13 +150,13 @@ def test_what_moved_is_noticed(move: Callable[[Model], None]) -> None:
 @pytest.mark.parametrize("name", ["layers.2.weight", "layers.0.bias", "missing", "layers.0"])
 def test_what_is_not_in_the_model_never_stands(name: str) -> None:
     model = Model()
-    assert not Standing(model, {"norm": model.norm, name: torch.zeros(2)}).holds()
+    assert not Standing({"": model}, {"norm": model.norm, name: torch.zeros(2)}).holds()
 
 
 def test_a_tensor_under_another_name_than_its_own() -> None:
     model = Model()
-    assert not Standing(model, {"norm": first(model).scale}).holds()
+    assert not Standing({"": model}, {"norm": first(model).scale}).holds()
 
 
 def test_nothing_is_kept_of_nothing() -> None:
-    assert Standing(Model(), {}).holds()
+    assert Standing({"": Model()}, {}).holds()

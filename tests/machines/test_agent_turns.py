@@ -143,3 +143,24 @@ def test_an_install_whose_time_is_over_before_it_begins_goes_back() -> None:
     ]
     assert outcome.problem.code == weights_pb2.Problem.DEADLINE_EXCEEDED
     assert outcome.after == IDENTITY
+
+
+def test_guesses_of_a_draft_are_counted_from_the_version_on() -> None:
+    """The engine counts from its start on. What it says after a version came is of that version."""
+    agent = Agent()
+    agent.engine_ready(paused=False)
+    replica = agent.machine.replica
+    following = weights_pb2.Identity(lineage="run", version=2, root=bytes(32))
+    for counted, identity, expected in (
+        (None, IDENTITY, None),
+        ((10, 9), IDENTITY, (0, 0)),
+        ((30, 25), IDENTITY, (20, 16)),
+        ((30, 25), None, (0, 0)),  # in the middle of the install
+        ((32, 25), following, (0, 0)),
+        ((42, 26), following, (10, 1)),
+        (None, following, None),
+    ):
+        guesses = None if counted is None else manager_pb2.Guesses(guessed=counted[0], accepted=counted[1])
+        replica.take_words(events.Words((WORKER,), True, "", identity, guesses))
+        found = replica.guesses
+        assert (None if found is None else (found.guessed, found.accepted)) == expected

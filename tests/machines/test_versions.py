@@ -64,6 +64,16 @@ def test_a_replica_that_a_commit_does_not_select_keeps_what_it_was_to_serve(late
     assert held(manager.restarted()) == held(manager.versions)
 
 
+def test_a_replicas_newest_commit_says_whether_its_draft_keeps_its_weights() -> None:
+    versions = Versions()
+    for number, names, keeps in ((1, frozenset((EVERYBODY,)), True), (2, frozenset("a"), False)):
+        mode, what = manager_pb2.PAUSE_MODE_KEEP, identity(number)
+        goal = Goal("run", number, PUBLISHED, (), {}, mode, None, names, end=0.0, keeps_draft=keeps)
+        versions.begin(what, number, goal, None)
+    assert [versions.keeps_draft(name) for name in "ab"] == [False, True]
+    assert not Versions().keeps_draft("a")
+
+
 def test_runs_with_replicas_of_their_own_do_not_meet_also_after_a_restart() -> None:
     manager = Manager()
     manager.install(identity(1, "one"), "a")

@@ -163,6 +163,24 @@ def test_a_replica_whose_workers_all_leave_a_tensor_to_others_is_unfit() -> None
     assert list(problem.tensors) == [manifest.tensors[2].name]
 
 
+def test_a_draft_without_weights_is_kept_only_if_that_is_asked_for() -> None:
+    """Each answer is kept apart from the other one."""
+    blobs = BlobStore()
+    compiler, _, published = merged(blobs, some_weights())
+    plain = workers(blobs, published)
+    needs = weights_pb2.WorkerNeeds.FromString(blobs.get(plain[0].needs))
+    needs.unfilled_parts.append("draft")
+    guesses = PlanWorker(("guesses", 0), blobs.put(canonical(needs)), HOST, ("shared_memory",))
+    task = CompilePlans(published, (*plain, guesses), SECONDS)
+    for _ in range(2):
+        refused = compiler.compile(task)
+        assert "has a draft model" in refused.unfit["guesses"].message
+        assert ("guesses", 0) not in refused.plans
+        kept = compiler.compile(replace(task, keeps_draft=True))
+        assert not kept.unfit
+        assert ("guesses", 0) in kept.plans
+
+
 def test_replicas_that_cannot_be_planned_for_are_named_and_the_others_get_the_plans_of_old() -> None:
     """One without the transport, with a second worker that has it; one whose needs are no message; one of another
     manifest. Needs that are not stored at all refuse everything, since replicas can store them again."""

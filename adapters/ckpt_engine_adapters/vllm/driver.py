@@ -7,6 +7,7 @@ each worker call `transfer_engine.py`, and the outcome arrives over the workers'
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -71,9 +72,10 @@ CAPABILITIES = Capabilities(
         "sleep ends the requests that are inside, and needs --enable-sleep-mode; on a CPU it frees nothing.",
         "A vision model that serves text only takes nothing of its tower, and the report says so.",
         "What a kernel repacks or the engine quantises is verified as handed to its loader.",
+        "A draft model is updated and verified together with its target, as a part of the same version.",
     ),
     cannot=(
-        "A server with a draft model is refused: an update would leave that model behind.",
+        "Of draft models, draft_model, eagle and mtp are followed; others with weights are refused.",
         "Loaders that replace parameters instead of writing to them are refused.",
         "Quantised layers that several GPUs share are refused (tensor parallelism; experts under data parallelism).",
         "Experts on a CPU are installed and verified, but vLLM's own kernel there dies of the first request.",
@@ -83,6 +85,12 @@ CAPABILITIES = Capabilities(
 )
 
 _LABEL_ROUTE = "/update_weight_version"
+
+_GUESSES = {
+    "guessed": re.compile(r"^vllm:spec_decode_num_draft_tokens_total(?:\{.*\})? (\S+)$", re.MULTILINE),
+    "accepted": re.compile(r"^vllm:spec_decode_num_accepted_tokens_total(?:\{.*\})? (\S+)$", re.MULTILINE),
+}
+"""vLLM's counters of tokens that its draft guessed and its target accepted."""
 
 _SET_BY_NODES = {"--nnodes", "--node-rank", "--master-addr", "--master-port", "--headless"}
 _OTHER_SERVERS = {
@@ -104,6 +112,7 @@ class VllmAdapter(HttpAdapter):
         super().__init__(settings)
         self._routes: frozenset[str] = frozenset()
         self._stores = False  # whether it keeps caches in connectors, too
+        self._counts = True  # whether its metrics have guesses, as far as is known
         self._resumed_as: str | None = None  # the label under which the gate has resumed after the last install
 
     async def _ask(self, route: str, seconds: float, **params: str | int | list[str]) -> Answer:
@@ -146,6 +155,20 @@ class VllmAdapter(HttpAdapter):
             return {}
         abilities: Mapping[str, Any] = answer.json()
         return abilities
+
+    async def count_guesses(self, seconds: float) -> None:
+        """Reads vLLM's metrics, of all its cores together. A server whose metrics have no guesses is asked once."""
+        if not self._counts:
+            return
+        try:
+            text = (await self._client.call("GET", "/metrics", seconds)).text
+        except EngineCallError:
+            return
+        found = {what: _GUESSES[what].findall(text) for what in _GUESSES}
+        self._counts = bool(found["guessed"])
+        if self._counts:
+            sums = {what: sum(int(float(number)) for number in numbers) for what, numbers in found.items()}
+            self.guesses = manager_pb2.Guesses(**sums)
 
     def keeps_caches(self, mode: manager_pb2.PauseMode) -> bool:
         """Also of a server with connectors: vLLM asks them to forget their blocks, and not all do."""

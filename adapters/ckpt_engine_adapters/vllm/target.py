@@ -58,15 +58,24 @@ class VllmTarget:
     """One worker's model in vLLM, for installs (LoadTarget). Used on the worker's main thread, in vLLM's config
     context."""
 
-    def __init__(self, model: nn.Module, model_config: ModelConfig, draft: str = "", shared: str = "") -> None:
-        """draft: name of the server's second model, which would not be updated; it refuses every update. shared: how
-        workers share layers, if they do ("tensor parallelism of 2"); it refuses updates of quantised layers on GPUs."""
+    def __init__(
+        self,
+        model: nn.Module,
+        model_config: ModelConfig,
+        shared: str = "",
+        refused: str = "",
+        apart: Collection[nn.Module] = (),
+    ) -> None:
+        """shared: how workers share layers, if they do ("tensor parallelism of 2"); it refuses updates of quantised
+        layers on GPUs. refused: why this server can take no update; empty: it can. apart: modules of another model of
+        this worker. Layers that this one shares with it are that one's."""
         self._model = model
-        self._draft = draft
+        self._why_refused = refused
         self._elsewhere = Elsewhere(model, "hf_to_vllm_mapper", (PPMissingLayer,), _left_out)
         self._model_config = model_config
+        others = frozenset(apart)
         self._layers: dict[str, nn.Module] = {
-            prefix: layer for prefix, layer in model.named_modules() if get_layer_tensors(layer)
+            prefix: layer for prefix, layer in model.named_modules() if get_layer_tensors(layer) and layer not in others
         }
         self._tied = _tied_tensors(self._layers.values())
         tied_layers = {layer for layer, *_ in self._tied}
@@ -78,7 +87,7 @@ class VllmTarget:
         self._kernels: dict[nn.Module, KernelTensors] = {}
         self._results: dict[nn.Module, Collection[str]] = {}
         self._results |= {layer: self._kernels_of(layer).paths for layer in self._staged_layers.values()}
-        self._deriving = [layer for layer in model.modules() if derives(layer)]
+        self._deriving = [layer for layer in model.modules() if derives(layer) and layer not in others]
         self._made_of_weights = set(_buffers_of_weights(self._layers))
         self._mirrors: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
         self._derived: dict[str, str] = {}
@@ -96,12 +105,7 @@ class VllmTarget:
 
     def _refusals(self, shared: str) -> list[str]:
         """Why this server can take no update."""
-        found = []
-        if self._draft:
-            found.append(
-                f"this server has a draft model ({self._draft}), which an update would leave with old weights; start "
-                "it without one"
-            )
+        found = [self._why_refused] if self._why_refused else []
         if shared and self._quantised and current_platform.is_cuda():
             name, how = next(iter(self._quantised.items()))
             found.append(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -27,25 +27,18 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from ckpt_engine.core.parts import DRAFT
 from ckpt_engine.engine.attributes import Attributes
+from ckpt_engine.engine.parts import PartsTarget, PartTarget
+from ckpt_engine.engine.target import LoadTarget
 from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine.install.worker import EngineWorker
 from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE
+from ckpt_engine_adapters.vllm.drafts import DraftModel, describe_draft, draft_of_caller
 from ckpt_engine_adapters.vllm.input_norms import reset_input_norms
 from ckpt_engine_adapters.vllm.quantised import reset_made_up_scales
 from ckpt_engine_adapters.vllm.sleeping import guard_sleep
 from ckpt_engine_adapters.vllm.target import VllmTarget
-
-_WITHOUT_WEIGHTS = frozenset({"ngram", "ngram_gpu", "suffix"})
-"""Ways of speculative decoding that guess from the text alone."""
-
-
-def _draft_model(vllm_config: VllmConfig) -> str:
-    """The name of the server's draft model; empty: it has none."""
-    speculative = vllm_config.speculative_config
-    if speculative is None or speculative.method in _WITHOUT_WEIGHTS:
-        return ""
-    return f"method {speculative.method}, model {speculative.model or 'of the same checkpoint'}"
 
 
 def _shared(vllm_config: VllmConfig) -> str:
@@ -66,7 +59,10 @@ def _facts(vllm_config: VllmConfig, model: torch.nn.Module, device: torch.device
     )
     graphs = "eager" if settings.enforce_eager else "graphs"
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return f"{type(model).__name__}, quantisation {settings.quantization or 'none'}, {layout}, {graphs}, {where}"
+    guesses = f", draft {draft}" if (draft := describe_draft(vllm_config)) else ""
+    return (
+        f"{type(model).__name__}{guesses}, quantisation {settings.quantization or 'none'}, {layout}, {graphs}, {where}"
+    )
 
 
 @dataclass
@@ -110,14 +106,24 @@ class CkptEngineWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._vllm_config = vllm_config
         workers = int(os.environ.get(WORKERS_VARIABLE, parallel.world_size_across_dp))
+        draft = draft_of_caller(vllm_config)
+        models = [model, draft.model] if isinstance(draft, DraftModel) else [model]
         if vllm_config.load_config.load_format == "dummy":
-            reset_made_up_scales(model)
+            for each in models:
+                reset_made_up_scales(each)
             with set_current_vllm_config(vllm_config):
                 reset_input_norms(model, vllm_config.model_config)
-        target = VllmTarget(model, vllm_config.model_config, _draft_model(vllm_config), _shared(vllm_config))
-        self._worker = EngineWorker(directory, rank, workers, target, model=_facts(vllm_config, model, device, workers))
+        shared, refused = _shared(vllm_config), draft if isinstance(draft, str) else ""
+        target = VllmTarget(model, vllm_config.model_config, shared, refused)
+        targets, whole = [target], cast(LoadTarget, target)
+        if isinstance(draft, DraftModel):
+            targets.append(VllmTarget(draft.model, draft.config, shared, apart=[*model.modules()]))
+            whole = PartsTarget(target, {DRAFT: PartTarget(targets[1], draft.description, draft.of_target_checkpoint)})
+        self._worker = EngineWorker(directory, rank, workers, whole, model=_facts(vllm_config, model, device, workers))
         given_up = device.type if device.type != "cpu" else "none"
-        self._attributes = Attributes(model, given_up, target.kernel_tensors())
+        self._attributes = [
+            Attributes(each, given_up, own.kernel_tensors()) for each, own in zip(models, targets, strict=True)
+        ]
         guard_sleep(_discard, _give_back)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -133,7 +139,8 @@ class CkptEngineWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Installs the version of the agent's order, in vLLM's config context, which 0.26 leaves to us."""
-        self._attributes.put_back()
+        for attributes in self._attributes:
+            attributes.put_back()
         with set_current_vllm_config(self._vllm_config):
             self._worker.install(update_info.epoch)
 
@@ -143,7 +150,8 @@ class CkptEngineWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def discard(self) -> None:
         """Prepares for the discarding of the weights: updates the state word, and saves what vLLM does not save."""
         self._worker.discard()
-        self._attributes.keep()
+        for attributes in self._attributes:
+            attributes.keep()
 
     def give_back(self) -> None:
         """Frees stage memory."""

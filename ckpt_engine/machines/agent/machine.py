@@ -175,6 +175,7 @@ class AgentMachine:
             engine_check=replica.engine_check,
             stage_memory=replica.staging,
             scrubs=replica.scrubbing,
+            guesses=replica.guesses,
         )
 
     def _tell_changes(self, now: float) -> None:

@@ -62,6 +62,7 @@ class AgentReplica:
     engine: EngineReady | None = None
     engine_reason: str = "the engine has not started"  # why there is no engine
     words: Words = NO_WORDS  # the workers' state, as last read
+    guessed_before: manager_pb2.Guesses = field(default_factory=manager_pb2.Guesses)  # when the version came
     paused: bool | None = None  # None: unknown, since the call that would tell had no answer
     sleeping: Sleeping = AWAKE  # as marked in the engine's page, which the gate reads
     holding: bool = False  # its page has requests wait for an update, or refused since the engine has not resumed
@@ -100,6 +101,8 @@ class AgentReplica:
 
     def take_words(self, words: Words) -> None:
         """Stores what the page says, and drops orders that can no longer begin to write."""
+        if words.identity != self.words.identity or words.guesses is None or self.words.guesses is None:
+            self.guessed_before = words.guesses or manager_pb2.Guesses()
         self.words = words
         by_rank = {status.rank: status for status in words.workers}
         for rank, order in list(self.orders.items()):
@@ -162,6 +165,16 @@ class AgentReplica:
         """What workers say of their stage memory, in one line; empty: they have none, or have said nothing yet."""
         words = sorted({text for text in self.stage_memory.values() if text})
         return "; ".join(words)
+
+    @property
+    def guesses(self) -> manager_pb2.Guesses | None:
+        """What the engine's draft has guessed of the present version; None: it has none, or it is not counted."""
+        counted, before = self.words.guesses, self.guessed_before
+        if counted is None:
+            return None
+        return manager_pb2.Guesses(
+            guessed=counted.guessed - before.guessed, accepted=counted.accepted - before.accepted
+        )
 
     def mark(self, sleeping: Sleeping) -> MarkEngine:
         """The task that writes a mark. Callers set `sleeping` once it is done, or before if that is the safe side."""

@@ -177,6 +177,7 @@ class Replica:
     engine_check: str = ""
     stage_memory: str = ""
     scrubs: tuple[manager_pb2.WorkerScrub, ...] = ()
+    guesses: manager_pb2.Guesses | None = None  # of its draft model, since it holds its version
     last_outcome: manager_pb2.ReplicaOutcome | None = None
     unfit: Unfit | None = None  # why it could not take the version that it was last asked to take; None: it could
     failure: str = ""  # why the last attempt for it alone failed; empty: it did not
@@ -471,6 +472,7 @@ class Members:
                 replica.serving, replica.closed_reason = old.serving, old.closed_reason
                 replica.label_problem, replica.engine_check = old.label_problem, old.engine_check
                 replica.stage_memory, replica.scrubs = old.stage_memory, old.scrubs
+                replica.guesses = old.guesses
         if hello.HasField("last_outcome"):
             last_outcome = None if old is None else old.last_outcome
             is_repeated = last_outcome is not None and last_outcome.fence.epoch >= hello.last_outcome.fence.epoch
@@ -519,12 +521,15 @@ def take_beat(replica: Replica, beat: manager_pb2.ReplicaHeartbeat) -> None:
     replica.closed_reason, replica.label_problem = beat.closed_reason, beat.label_problem
     replica.engine_check, replica.stage_memory = beat.engine_check, beat.stage_memory
     replica.scrubs = tuple(beat.scrubs)
+    replica.guesses = beat.guesses if beat.HasField("guesses") else None
 
 
 def _beat_content(source: Replica | manager_pb2.ReplicaHeartbeat) -> tuple[object, ...]:
     words = source.closed_reason, source.label_problem, source.engine_check, source.stage_memory
     scrubs = [(each.passes, each.differences, each.idle) for each in source.scrubs]
-    return source.serving, source.asleep, *words, tuple(source.workers), scrubs
+    guesses = source.guesses or manager_pb2.Guesses()
+    counts = guesses.guessed, guesses.accepted
+    return source.serving, source.asleep, *words, *counts, tuple(source.workers), scrubs
 
 
 def speaker(member: Member | Hello) -> str:

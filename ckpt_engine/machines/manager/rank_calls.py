@@ -150,6 +150,7 @@ class Gather:
             called=self.started,
             dry_run=options.dry_run,
             adapts=all(each.adapts for each in self.requests.values()),
+            keeps_draft=options.draft == manager_pb2.DRAFT_KEEP,
         )
         return stage(self.state, goal, options)
 

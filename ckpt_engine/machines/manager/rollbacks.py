@@ -66,7 +66,7 @@ class Rollbacks:
             raise invalid(f"version {request.version} is negative")
         options = complete(request.options)
         without = manager_pb2.UpdateOptions(prefetch=manager_pb2.PREFETCH_AUTO, until=manager_pb2.UNTIL_INSTALLED)
-        unknown = set(difference((options, without))) - {"pause_mode", "replicas", "pool"}
+        unknown = set(difference((options, without))) - {"pause_mode", "replicas", "pool", "draft"}
         if unknown:
             raise invalid(f"a rollback has no option {' and '.join(sorted(unknown))}")
         self.numbers += 1
@@ -155,6 +155,7 @@ class Rollbacks:
             end=pending.end,
             held=HeldVersion(identity, record),
             pool=pending.options.pool,
+            keeps_draft=pending.options.draft == manager_pb2.DRAFT_KEEP,
         )
 
     def _identity(self, request: manager_pb2.RollbackRequest) -> Version:

@@ -122,6 +122,7 @@ def _replica(
         engine_check=replica.engine_check,
         stage_memory=replica.stage_memory,
         scrubs=replica.scrubs,
+        guesses=replica.guesses,
         workers=replica.workers,
         identity=None if replica.identity is None else replica.identity.message(),
         last_outcome=replica.last_outcome,

@@ -33,6 +33,7 @@ def complete(options: manager_pb2.UpdateOptions) -> manager_pb2.UpdateOptions:
         ("prefetch", options.prefetch, manager_pb2.Prefetch.values()),
         ("until", options.until, manager_pb2.Until.values()),
         ("newer", options.newer, manager_pb2.Newer.values()),
+        ("draft", options.draft, manager_pb2.Draft.values()),
     ):
         if value not in known:
             raise invalid(f"this manager does not know {what} {value}; bring manager and caller to one version")
@@ -40,13 +41,17 @@ def complete(options: manager_pb2.UpdateOptions) -> manager_pb2.UpdateOptions:
         check_seconds("a timeout", options.timeout_seconds)
     completed = manager_pb2.UpdateOptions()
     completed.CopyFrom(options)
-    completed.prefetch, completed.until = (
-        options.prefetch or manager_pb2.PREFETCH_AUTO,
-        options.until or manager_pb2.UNTIL_INSTALLED,
-    )
+    completed.prefetch = options.prefetch or manager_pb2.PREFETCH_AUTO
+    completed.until = options.until or manager_pb2.UNTIL_INSTALLED
+    completed.draft = options.draft or manager_pb2.DRAFT_UPDATE
     completed.replicas[:] = sorted(set(options.replicas))
     if (completed.prefetch, completed.until) == (manager_pb2.PREFETCH_NEVER, manager_pb2.UNTIL_HELD):
         raise invalid("until='held' waits for relays to hold the version, and prefetch='never' fills none")
+    if completed.draft == manager_pb2.DRAFT_KEEP and options.strategy not in ("", "all"):
+        raise invalid(
+            f"strategy {options.strategy!r} brings replicas back if a wave fails, and does not know with which weights "
+            "draft='keep' has left their drafts: publish the draft too, or use strategy 'all'"
+        )
     check_options(completed)
     return completed
 

@@ -378,7 +378,8 @@ class RelayGroups:
             return
         workers = tuple(worker for worker in self._recipients.workers() if worker.key[0] in group.replicas)
         seconds, root, relays = self._course.remaining(now), self._identity.root, relay_hosts(self._course.state)
-        task = CompilePlans(joined.published, workers, seconds, joined.record, root, relays=relays)
+        keeps = self._course.goal.keeps_draft
+        task = CompilePlans(joined.published, workers, seconds, joined.record, root, relays=relays, keeps_draft=keeps)
         group.pipeline.run(task)
 
     def _seal(self, group: RelayGroup, published: Published, compiled: Compiled, now: float) -> None:

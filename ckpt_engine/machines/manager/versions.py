@@ -41,6 +41,7 @@ class Commit:
 
     epoch: int  # orders commits
     identity: Version
+    keeps_draft: bool = False  # draft models that the version has no weights for keep their own
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ class Versions:
             if content is not None:
                 content.record = content.record or record
             return
-        commit = Commit(epoch, identity)
+        commit = Commit(epoch, identity, goal.keeps_draft)
         self.desired |= dict.fromkeys(goal.selection, commit)
         self.last[identity.lineage] = commit
         # The holders of what was rolled back to, and its record, are looked up when they are needed.
@@ -256,6 +257,11 @@ class Versions:
         """The newest commit that selects a replica, by its name, or all of a pool; None: there is none."""
         commits = [self.desired[key] for key in (name, self._everybody_with(name)) if key in self.desired]
         return max(commits, key=lambda commit: commit.epoch, default=None)
+
+    def keeps_draft(self, name: str) -> bool:
+        """Whether a replica's draft model may keep its weights, if what it is to serve has none for it."""
+        commit = self.commit_of(name)
+        return commit is not None and commit.keeps_draft
 
     def of(self, name: str) -> Content | None:
         """The content that a replica is to serve; None: nothing, until it is selected."""
