@@ -7,7 +7,6 @@ that any leg may be cut anywhere. The routes that are only passed on are asked h
 from __future__ import annotations
 
 import json
-import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,8 @@ import pytest
 import torch
 
 from ckpt_engine import Trainer
+from ckpt_engine.gateway.engines import installed_engines
+from ckpt_engine.http_client.connections import Answer
 from tests.cluster import Replica, running_cluster
 from tests.engines.sglang_server import needs_sglang, start_sglang
 from tests.engines.talking_model import IM_END, PLACES, THOUGHTS, make_talking_qwen3
@@ -133,14 +134,43 @@ def test_an_update_interrupts_no_whole_chat(chats: Chats) -> None:
 
 
 def inside(replica: Replica) -> int:
-    """Requests that its engine has."""
-    if replica.status is not None and replica.status.engine.kind == "sglang":
-        loads = httpx.get(f"{replica.url}/v1/loads?include=core", timeout=60).json()["loads"]
-        return sum(int(each["num_running_reqs"]) + int(each["num_waiting_reqs"]) for each in loads)
-    metrics = httpx.get(f"{replica.url}/metrics", timeout=60).text
-    return int(sum(map(float, re.findall(r"^vllm:num_requests_running(?:\{[^}]*\})? ([0-9.]+)$", metrics, re.M))))
+    """Requests that its engine has, as the gateway asks for them."""
+    assert replica.status is not None
+    load = installed_engines().sides[replica.status.engine.kind].load
+    assert load is not None
+    answer = httpx.get(f"{replica.url}{load.route}", timeout=60)
+    count = load.requests(Answer(answer.status_code, {}, answer.content))
+    assert count is not None, answer.text
+    return count
 
 
+def test_what_is_passed_on(chats: Chats) -> None:
+    """The routes of OpenAI's API that are not resumed, and the tokenizer's."""
+    url = chats.gateway.url
+    models = httpx.get(f"{url}/v1/models", timeout=60).json()["data"]
+    one = httpx.get(f"{url}/v1/models/tiny", timeout=60).json()
+    assert (one, one["id"]) == (models[0], "tiny")
+    assert httpx.get(f"{url}/v1/models/other", timeout=60).status_code == 404
+    ids = chats.gateway.post("/tokenize", {"model": "tiny", "prompt": TEXT}).json()["tokens"]
+    assert len(ids) == len(WORDS)
+    back = chats.gateway.post("/detokenize", {"model": "tiny", "tokens": ids}).json()
+    assert TEXT in back.values()
+    body = {"model": "tiny", "input": "Where is it?", "temperature": 0, "max_output_tokens": 20}
+    answer = chats.gateway.post("/v1/responses", {**body, "weight_version": {"exact_version": chats.version}})
+    assert answer.status_code == 200, answer.text
+    response = answer.json()
+    assert "t0 t1" in json.dumps(response["output"])
+    assert response["ckpt_engine"]["max_version"] == chats.version == response["weight_version_end"]
+    stream = chats.gateway.post("/v1/responses", {**body, "stream": True})
+    names = [line.removeprefix("event: ") for line in stream.text.splitlines() if line.startswith("event: ")]
+    assert (names[0], "response.output_text.delta" in names) == ("response.created", True), names
+    last = json.loads(stream.text.rstrip().rpartition("data: ")[2])
+    assert last["response"]["ckpt_engine"]["max_version"] == chats.version
+    embeddings = chats.gateway.post("/v1/embeddings", {"model": "tiny", "input": "Where is it?"})
+    assert embeddings.status_code in (400, 404, 501), embeddings.text
+
+
+@pytest.mark.slow
 def test_a_replica_that_is_killed_costs_no_chat(chats: Chats) -> None:
     """Neither a stream, which goes on, nor a whole one, which begins again. The replica is stopped while they run, so
     that nothing more comes of it, and then killed."""
@@ -174,29 +204,3 @@ def test_a_replica_that_is_killed_costs_no_chat(chats: Chats) -> None:
             assert (chat["about"]["resumed_by"], legs[0]["replica"]) == ("text", name)
             return
     pytest.fail("no kill met both chats")
-
-
-def test_what_is_passed_on(chats: Chats) -> None:
-    """The routes of OpenAI's API that are not resumed, and the tokenizer's."""
-    url = chats.gateway.url
-    models = httpx.get(f"{url}/v1/models", timeout=60).json()["data"]
-    one = httpx.get(f"{url}/v1/models/tiny", timeout=60).json()
-    assert (one, one["id"]) == (models[0], "tiny")
-    assert httpx.get(f"{url}/v1/models/other", timeout=60).status_code == 404
-    ids = chats.gateway.post("/tokenize", {"model": "tiny", "prompt": TEXT}).json()["tokens"]
-    assert len(ids) == len(WORDS)
-    back = chats.gateway.post("/detokenize", {"model": "tiny", "tokens": ids}).json()
-    assert TEXT in back.values()
-    body = {"model": "tiny", "input": "Where is it?", "temperature": 0, "max_output_tokens": 20}
-    answer = chats.gateway.post("/v1/responses", {**body, "weight_version": {"exact_version": chats.version}})
-    assert answer.status_code == 200, answer.text
-    response = answer.json()
-    assert "t0 t1" in json.dumps(response["output"])
-    assert response["ckpt_engine"]["max_version"] == chats.version == response["weight_version_end"]
-    stream = chats.gateway.post("/v1/responses", {**body, "stream": True})
-    names = [line.removeprefix("event: ") for line in stream.text.splitlines() if line.startswith("event: ")]
-    assert (names[0], "response.output_text.delta" in names) == ("response.created", True), names
-    last = json.loads(stream.text.rstrip().rpartition("data: ")[2])
-    assert last["response"]["ckpt_engine"]["max_version"] == chats.version
-    embeddings = chats.gateway.post("/v1/embeddings", {"model": "tiny", "input": "Where is it?"})
-    assert embeddings.status_code in (400, 404, 501), embeddings.text
