@@ -135,7 +135,7 @@ async def ask(*engines: TextEngine, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ["abort", "broken"])
-@pytest.mark.parametrize("after", range(1, 12))
+@pytest.mark.parametrize("after", [1, 6, 11])
 async def test_a_chat_goes_on_with_its_callers_text(after: int, how: str) -> None:
     engine = TextEngine(lambda leg: (after, how) if leg == 0 else None)
     found = await ask(engine)
