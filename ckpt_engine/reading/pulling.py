@@ -1,7 +1,8 @@
 """Writes a version into a directory of safetensors files, which is there whole or not at all.
 
-Tensors are verified before they are written. All files go into a draft directory beside the target, which gets the
-target's name when everything is on the disk.
+Tensors are verified before they are written. All files go into a scratch directory beside the named one,
+which gets its name when everything is on the disk. A version's draft model goes into the folder `draft`, with its own
+names, so that both folders can be published or served from.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import torch
 
 from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.parts import own_name, part_of
 from ckpt_engine.core.problems import invalid, precondition, unavailable
 from ckpt_engine.reading.reader import Reader
 from ckpt_engine.source.safetensors import DTYPES, INDEX, SINGLE
@@ -64,8 +67,8 @@ def pull(
                     f"version {reader.version} of lineage {reader.lineage!r} takes {bytes_needed} bytes of disk, and "
                     f"{directory.parent} has {free} left"
                 )
-            with _whole_or_not_at_all(directory) as draft:
-                _write(draft, files, reader, on_progress)
+            with _whole_or_not_at_all(directory) as scratch:
+                _write(scratch, files, reader, on_progress)
             return reader.lineage, reader.version
     except OSError as os_error:
         raise unavailable(f"cannot write {directory}: {os_error.strerror or os_error}") from os_error
@@ -81,10 +84,18 @@ def _check_directory(directory: Path) -> None:
 
 
 def _files(reader: Reader) -> dict[str, tuple[bytes, list[str]]]:
-    """For each file, by name: its first bytes (length and header) and the names of its tensors, in order."""
+    """For each file, by its path: its first bytes (length and header) and the names of its tensors, in order."""
+    files: dict[str, tuple[bytes, list[str]]] = {}
+    for part in sorted({part_of(name) for name in reader.names}):
+        files |= _files_of(reader, part, [name for name in reader.names if part_of(name) == part])
+    return files
+
+
+def _files_of(reader: Reader, part: str, tensors: Sequence[str]) -> dict[str, tuple[bytes, list[str]]]:
+    """The files of one part of the version."""
     shards: list[list[str]] = [[]]
     size = 0
-    for name in reader.names:
+    for name in tensors:
         nbytes = reader.nbytes_of(name)
         if shards[-1] and size + nbytes > FILE_BYTES:
             shards.append([])
@@ -94,7 +105,8 @@ def _files(reader: Reader) -> dict[str, tuple[bytes, list[str]]]:
     names = [SINGLE]
     if len(shards) > 1:
         names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    return {name: (_header(reader, shard), shard) for name, shard in zip(names, shards, strict=True)}
+    folder = f"{part}/" if part else ""
+    return {f"{folder}{name}": (_header(reader, shard), shard) for name, shard in zip(names, shards, strict=True)}
 
 
 def _header(reader: Reader, names: Sequence[str]) -> bytes:
@@ -106,7 +118,7 @@ def _header(reader: Reader, names: Sequence[str]) -> bytes:
         if dtype not in CODES:
             raise precondition(f"safetensors has no dtype {dtype}", [name])
         end = at + reader.nbytes_of(name)
-        entries[name] = {"dtype": CODES[dtype], "shape": list(reader.shape(name)), "data_offsets": [at, end]}
+        entries[own_name(name)] = {"dtype": CODES[dtype], "shape": list(reader.shape(name)), "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
@@ -115,24 +127,25 @@ def _header(reader: Reader, names: Sequence[str]) -> bytes:
 
 @contextmanager
 def _whole_or_not_at_all(directory: Path) -> Iterator[Path]:
-    """Gives a draft directory beside the target; renames it to the target at the end, and removes it after an error."""
-    draft = directory.parent / f".{directory.name[:100]}.{secrets.token_hex(4)}"
-    draft.mkdir()
+    """Gives a scratch directory beside the named one; renames it at the end, and removes it after an error."""
+    scratch = directory.parent / f".{directory.name[:100]}.{secrets.token_hex(4)}"
+    scratch.mkdir()
     try:
-        yield draft
-        _to_disk(draft)
-        os.rename(draft, directory)  # replaces an empty directory; fails if it has got content meanwhile
+        yield scratch
+        _to_disk(scratch)
+        os.rename(scratch, directory)  # replaces an empty directory; fails if it has got content meanwhile
         _to_disk(directory.parent)
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _write(
-    draft: Path, files: Mapping[str, tuple[bytes, Sequence[str]]], reader: Reader, progress: Progress | None
+    scratch: Path, files: Mapping[str, tuple[bytes, Sequence[str]]], reader: Reader, progress: Progress | None
 ) -> None:
     written_bytes, total = 0, reader.nbytes
     for file, (header, names) in files.items():
-        with (draft / file).open("wb") as stream:
+        (scratch / file).parent.mkdir(exist_ok=True)
+        with (scratch / file).open("wb") as stream:
             stream.write(header)
             for _, tensor in reader.tensors(names):
                 if tensor.numel():
@@ -142,13 +155,22 @@ def _write(
                     progress(written_bytes, total)
             stream.flush()
             os.fsync(stream.fileno())
-    if len(files) > 1:
-        file_of = {name: file for file, (_, names) in files.items() for name in names}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
-        with (draft / INDEX).open("w", encoding="utf-8") as text:
-            json.dump(index, text, indent=2, ensure_ascii=False)
-            text.flush()
-            os.fsync(text.fileno())
+    for folder in {Path(file).parent for file in files}:
+        inside = {Path(file).name: names for file, (_, names) in files.items() if Path(file).parent == folder}
+        if len(inside) > 1:
+            _write_index(scratch / folder, inside, sum(map(reader.nbytes_of, chain.from_iterable(inside.values()))))
+        if folder.name:
+            _to_disk(scratch / folder)
+
+
+def _write_index(folder: Path, files: Mapping[str, Sequence[str]], size: int) -> None:
+    """Writes the index of several files. size: bytes of all their weights."""
+    file_of = {own_name(name): file for file, names in files.items() for name in names}
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(file_of.items()))}
+    with (folder / INDEX).open("w", encoding="utf-8") as text:
+        json.dump(index, text, indent=2, ensure_ascii=False)
+        text.flush()
+        os.fsync(text.fileno())
 
 
 def _to_disk(directory: Path) -> None:

@@ -31,7 +31,7 @@ def test_the_targets_own_weights_as_its_draft_guess_right_after_each_update(tmp_
         with Trainer(cluster.address, lineage="own") as trainer:
             trainer.publish(named_weights(model_of(tmp_path, 1)))
             refused = trainer.update_weights(version=1)
-            assert [each.outcome for each in refused.replicas] == ["old_serving", "new_serving"]
+            assert [each.outcome for each in refused.replicas] == ["quarantined", "new_serving"]
             assert "replica 'own' has a draft model, and the version has no weights" in refused.replicas[0].problem
             assert_closed(replica)
             for version in (2, 3):

@@ -85,6 +85,28 @@ def test_all_tensors_of_the_latest_version_are_read_and_written(
         assert (code, "version 5 of lineage 'run'" in words) == ("NOT_FOUND", True), words
 
 
+def test_a_draft_is_written_into_a_folder_of_its_own_and_can_be_published_again(
+    manager: str, weights: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target in several files with an index, the draft in one."""
+    monkeypatch.setattr(pulling, "FILE_BYTES", 3000)
+    draft = {"scale": torch.tensor(0.25), "layers.0.norm": torch.randn(6)}
+    with Trainer(manager, lineage="run") as trainer:
+        trainer.publish(weights, draft=draft, snapshot=True)
+        report = trainer.update_weights(version=1, min_replicas=0)
+        with Reader(manager) as found:
+            assert sorted(found.names) == sorted([*weights, "draft::layers.0.norm", "draft::scale"])
+        pull(manager, tmp_path / "model")
+        files = sorted((tmp_path / "model").glob("*.safetensors"))
+        assert equal({tensor: each for file in files for tensor, each in load_file(file).items()}, weights)
+        assert equal(load_file(tmp_path / "model" / "draft" / "model.safetensors"), draft)
+        trainer.publish(tmp_path / "model", draft=tmp_path / "model" / "draft")
+        assert trainer.update_weights(version=2, min_replicas=0).root == report.root
+        draft["scale"] += 1
+        trainer.publish(tmp_path / "model", draft=draft)
+        assert trainer.update_weights(version=3, min_replicas=0).root != report.root, "the root is of both"
+
+
 def test_damaged_weights_are_named_and_leave_no_directory(
     manager: str, weights: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
