@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ckpt_engine import Trainer
 from ckpt_engine.v1.manager_pb2 import PartReport
-from tests.cluster import running_cluster
+from tests.cluster import Replica, running_cluster
 from tests.engines.draft_models import KINDS
 from tests.engines.drafting import check_drafts, guesses, handling, save
 from tests.engines.serving import model_of
 from tests.engines.vllm_server import assert_closed, assert_serves, needs_vllm, plain_vllm, start_vllm
 from tests.tiny_model import make_tiny_qwen3, named_weights
+from tests.waiting import eventually
 
 pytestmark = needs_vllm
 
@@ -44,6 +46,7 @@ def test_the_targets_own_weights_as_its_draft_guess_right_after_each_update(tmp_
                 assert_serves(replica, model, version)
                 _, found = guesses(replica)
                 assert found.accepted == found.guessed > 0
+                status_says(replica, lambda guessed, accepted: accepted == guessed > 0)
             model = model_of(tmp_path, 4)
             trainer.publish(named_weights(model))
             report = trainer.update_weights(version=4, draft="keep")
@@ -52,6 +55,17 @@ def test_the_targets_own_weights_as_its_draft_guess_right_after_each_update(tmp_
             assert_serves(replica, model, 4)
             _, found = guesses(replica)
             assert found.accepted < 0.1 * found.guessed
+            status_says(replica, lambda guessed, accepted: accepted < 0.1 * guessed)
+
+
+def status_says(replica: Replica, fits: Callable[[int, int], bool]) -> None:
+    """Waits until the manager has heard of tokens that were guessed and accepted of which this is so."""
+
+    def heard() -> bool:
+        status = replica.status
+        return status is not None and fits(status.guesses.guessed, status.guesses.accepted)
+
+    eventually("the manager has heard how guesses went", 60, heard)
 
 
 @pytest.mark.slow
