@@ -341,7 +341,7 @@ def test_the_base_leaves_out_what_is_large() -> None:
     assert not base & {"torch", "numba", "transformers", "ray"}
     extras_there = project["optional-dependencies"]
     engines = {"sglang", "transformers", "vllm"}
-    assert set(extras_there) == {"trainer", "relay", "relay-ucx", "demo", *engines, "trl", "verl", "ray", "dev"}
+    assert set(extras_there) == {"trainer", "relay", "relay-ucx", "demo", *engines, "peft", "trl", "verl", "ray", "dev"}
     for extra in set(extras_there) - {"dev"}:
         assert not [each for each in extras_there[extra] if "<" in each or "==" in each], "users choose versions"
 
