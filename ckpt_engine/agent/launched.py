@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -23,9 +24,9 @@ from ckpt_engine.agent.leading import Followers, NodesMissingError
 from ckpt_engine.agent.logs import new_log
 from ckpt_engine.agent.ports import ReservedPort, is_free, owner_of
 from ckpt_engine.agent.process import EngineProcess, EngineProcessError, LineSink
-from ckpt_engine.agent.starting import engine_process, new_page
+from ckpt_engine.agent.starting import clear_shelves, engine_process, new_page
 from ckpt_engine.core.deadlines import Deadlines
-from ckpt_engine.engine.adapter import EngineAdapter, EngineCallError, LaunchPlan, load_adapter
+from ckpt_engine.engine.adapter import EngineAdapter, EngineCallError, LaunchPlan, load_adapter, load_shelf_module
 from ckpt_engine.engine.node_plan import NodePart, node_plan_of
 from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory, default_root
 from ckpt_engine.gate.page import EnginePage, WorkerWord
@@ -69,6 +70,7 @@ class LaunchSettings:
     advertise: str = ""  # the host in the URL that other hosts get, if it listens beyond loopback
     stage_memory: str = ""  # of each worker, as in --stage-memory
     scrub_seconds: str = ""  # of each worker, as in --scrub-seconds
+    adapters: Mapping[str, int] = field(default_factory=dict)  # and how many versions the engine keeps of each
 
 
 class LaunchedEngine:
@@ -101,12 +103,18 @@ class LaunchedEngine:
         self._process: EngineProcess | None = None
         self._replace_reason = ""
         self.agent_epoch = 0
+        self.url = ""  # of the engine's API on loopback, once it was launched
         self.page: EnginePage | None = None
         self.adapter: EngineAdapter | None = None
 
     @property
     def default_name(self) -> str:
         return f"{self._settings.kind}-{self._port}"
+
+    @property
+    def directory(self) -> EngineDirectory | None:
+        """The engine's runtime directory, while it is open."""
+        return self._directory
 
     @property
     def pid(self) -> int | None:
@@ -125,6 +133,8 @@ class LaunchedEngine:
         plan = self._plan(None if self._followers is None else self._followers.part(1))
         if refusal := await asyncio.to_thread(self._module.refused_command, plan.argv):
             raise EngineFailedError(refusal)
+        if self._settings.adapters:
+            load_shelf_module(self._settings.kind).refuse_adapters(plan.argv, self._settings.adapters)
         directory = EngineDirectory.create(self._root)
         self._directory = directory
         directory.lock()
@@ -280,11 +290,13 @@ class LaunchedEngine:
         """Launches the engine, waits until it answers, and asks for its version and layout."""
         assert self._directory is not None
         page = self.page = new_page(self._directory, self.page)
+        clear_shelves(self._directory)
         followers, part = self._followers, None
         if followers is not None:
             assert self._root is not None
             part = await followers.gather(page, self._root, self._settings.startup_seconds)
         plan = self._plan(part)
+        self.url = plan.url
         await self._port_is_ours(plan)
         assert self._root is not None
         log = self._settings.log_path or new_log(self._root, self.default_name)
@@ -297,6 +309,7 @@ class LaunchedEngine:
             self._on_output,
             self._settings.stage_memory,
             self._settings.scrub_seconds,
+            self._settings.adapters,
         )
         self._process = process
         await process.start()

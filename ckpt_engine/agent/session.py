@@ -28,6 +28,7 @@ from ckpt_engine.agent.process import LineSink
 from ckpt_engine.agent.questions import Questions
 from ckpt_engine.agent.reports import Reports
 from ckpt_engine.agent.settings import AgentSettings as AgentSettings
+from ckpt_engine.agent.shelf_host import ShelfHost
 from ckpt_engine.agent.tasks import TaskRunner
 from ckpt_engine.channel import ManagerStub, open_channel
 from ckpt_engine.core.deadlines import NOTICE_SECONDS
@@ -61,16 +62,26 @@ class ReplicaAgent:
         say: Callable[[str], None],
         on_output: LineSink | None = None,
         on_name: Callable[[str], None] | None = None,
+        shelf_of: tuple[ReplicaAgent, str] | None = None,
     ) -> None:
         """say: gets a plain line for each event, on the loop. on_output: gets the engine's output lines, on another
-        thread. on_name: gets the replica's name once it is known, before the manager is dialled."""
+        thread. on_name: gets the replica's name once it is known, before the manager is dialled. shelf_of: the agent
+        of the engine and an adapter of it, if this one is for that adapter's shelf."""
         self.settings = settings
         self._on_name = on_name
         self.name = settings.name
         self._say = say
         self._deadlines = settings.deadlines
+        self._ready: events.EngineReady | None = None  # what the engine said of its present start
         self._host: EngineHost
-        if settings.launch is not None:
+        if shelf_of is not None:
+            base, adapter = shelf_of
+            assert isinstance(base._host, LaunchedEngine)
+            self._host = ShelfHost(
+                *(settings.kind, adapter, base._host, lambda: base._ready, self, self._answer_worker),
+                settings.deadlines,
+            )
+        elif settings.launch is not None:
             self._host = LaunchedEngine(
                 settings.launch, self, self._answer_worker, settings.deadlines, on_output, self._followers()
             )
@@ -106,6 +117,10 @@ class ReplicaAgent:
             return None
         transports = worker_transports(settings.transports)
         return Followers(settings.nodes, settings.kind, transports, self._answer_worker, self.say, settings.deadlines)
+
+    def shelf(self, settings: AgentSettings, adapter: str) -> ReplicaAgent:
+        """Makes the agent of an adapter's shelf in this agent's engine."""
+        return ReplicaAgent(settings, lambda line: self.say(f"{adapter}: {line}"), shelf_of=(self, adapter))
 
     @property
     def host(self) -> EngineHost:
@@ -229,10 +244,12 @@ class ReplicaAgent:
             ready = replace(ready, marked=self._host.page.marked().sleeping, holding=hold.epoch != 0)
             self._state.directory = self._host.page.path.parent
         self._state.up, self._state.starts = True, self._state.starts + 1
+        self._ready = ready
         self._feed(ready)
 
     def engine_exited(self, reason: str) -> None:
         self._state.up, self._state.scrubs = False, {}
+        self._ready = None
         self._forget_unanswered()
         self._feed(events.EngineExited(reason))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from ckpt_engine.agent.process import EngineProcess, LineSink, torchrun_variables
 from ckpt_engine.core import scrub
@@ -12,6 +14,9 @@ from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.engine.adapter import LaunchPlan
 from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine.gate.page import EnginePage
+from ckpt_engine.gate.shelf import ENVIRONMENT as ADAPTERS_VARIABLE
+
+NO_ADAPTERS: Mapping[str, int] = MappingProxyType({})
 
 
 def new_page(directory: EngineDirectory, before: EnginePage | None) -> EnginePage:
@@ -20,6 +25,14 @@ def new_page(directory: EngineDirectory, before: EnginePage | None) -> EnginePag
         before.close()
     directory.page.unlink(missing_ok=True)
     return EnginePage(directory.page)
+
+
+def clear_shelves(directory: EngineDirectory) -> None:
+    """Removes what the last engine's workers wrote of adapters, likewise. What agents have there stays."""
+    for shelf in directory.path.glob("adapters/*"):
+        for pattern in ("page", "place-*", "base-*"):
+            for file in shelf.glob(pattern):
+                file.unlink(missing_ok=True)
 
 
 def engine_process(
@@ -31,11 +44,13 @@ def engine_process(
     on_output: LineSink | None,
     stage_memory: str = "",
     scrub_seconds: str = "",
+    adapters: Mapping[str, int] = NO_ADAPTERS,
 ) -> EngineProcess:
     """An engine process, not started yet; its workers find `directory`, and their stage memory, by its environment.
     sleeps: launch it so that it can give memory up. stage_memory, scrub_seconds: empty: what the agent's environment
-    says."""
+    says. adapters: how many versions it keeps of each."""
     own = {stage.ENVIRONMENT: stage_memory, scrub.ENVIRONMENT: scrub_seconds}
+    own[ADAPTERS_VARIABLE] = ",".join(f"{name}={versions}" for name, versions in adapters.items())
     return EngineProcess(
         plan.command(sleeps),
         {**plan.env, ENVIRONMENT: str(directory.path), **{name: value for name, value in own.items() if value}},

@@ -25,6 +25,7 @@ from ckpt_engine.commands.logs import LogFormat, LogLevel, log_to_stderr, utc
 from ckpt_engine.commands.options import Deadline, configured_deadlines
 from ckpt_engine.core import scrub
 from ckpt_engine.core import stage_memory as stage
+from ckpt_engine.core.adapters import adapter_versions
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.transports import worker_kinds
 from ckpt_engine.engine.kinds import engine_names
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
     from ckpt_engine.agent.session import ReplicaAgent
 
 _HOLD = HoldLimits()
+
+
+_VERSIONS = 3
+"""Versions that an engine keeps of an adapter: two in use while the next one is brought."""
 
 
 class RelayPolicy(StrEnum):
@@ -72,6 +77,18 @@ def _check_scrub(text: str) -> str:
     except CkptEngineError as error:
         raise typer.BadParameter(error.problem.message) from error
     return text
+
+
+def _adapters(words: list[str] | None) -> dict[str, int]:
+    return adapter_versions(",".join(word if "=" in word else f"{word}={_VERSIONS}" for word in words or ()))
+
+
+def _check_adapters(words: list[str] | None) -> list[str] | None:
+    try:
+        _adapters(words)
+    except CkptEngineError as error:
+        raise typer.BadParameter(error.problem.message) from error
+    return words
 
 
 def _engine(option: Engine | None, command: Sequence[str]) -> Engine:
@@ -193,6 +210,15 @@ def agent(
             "if they have changed; 0: never (docs/scrub.md).",
         ),
     ] = f"{scrub.DEFAULT_SECONDS:g}",
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[=VERSIONS]",
+            callback=_check_adapters,
+            help="Serve the adapter (LoRA) of this name, in its own pool, and keep so many versions of it (default 3); "
+            "repeatable (docs/adapters.md).",
+        ),
+    ] = None,
     metrics: Annotated[
         str,
         typer.Option(
@@ -255,6 +281,11 @@ def agent(
             f"{scrub_seconds}",
             param_hint=scrub.OPTION,
         )
+    if adapter and (url or (nodes or 1) > 1):
+        raise typer.BadParameter(
+            "adapters are served by an engine on one node that this agent launches (no --url, no --nodes)",
+            param_hint="--adapter",
+        )
     modes = {
         Mode.STANDALONE: manager_pb2.MODE_STANDALONE,
         Mode.HYBRID: manager_pb2.MODE_HYBRID,
@@ -279,6 +310,7 @@ def agent(
         advertise=advertise,
         stage_memory=stage_memory,
         scrub_seconds=scrub_seconds,
+        adapters=_adapters(adapter),
     )
     deadlines = configured_deadlines(deadline)
     log_to_stderr(log_level, log_format, **fields)
@@ -350,12 +382,18 @@ def _run_to_the_end(agent: ReplicaAgent | FollowingAgent, own_relay: OwnRelay | 
 
 
 async def _run(agent: ReplicaAgent | FollowingAgent, own_relay: OwnRelay | None) -> None:
+    from ckpt_engine.agent.session import ReplicaAgent
+    from ckpt_engine.agent.shelves import run_with_shelves
+
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     relay_task = None if own_relay is None else asyncio.ensure_future(own_relay.run())
     try:
-        await agent.run(stop)
+        if isinstance(agent, ReplicaAgent):
+            await run_with_shelves(agent, stop)
+        else:
+            await agent.run(stop)
     finally:
         if relay_task is not None:
             relay_task.cancel()

@@ -267,3 +267,25 @@ def load_adapter(kind: str) -> AdapterModule:
             f"the adapter for engine kind {entry.name!r} ({entry.driver}) lacks {', '.join(missing)}"
         )
     return cast(AdapterModule, module)
+
+
+class ShelfModule(Protocol):
+    """What the module of an engine with adapters (LoRA) offers beside AdapterModule: each adapter of an engine has a
+    shelf (gate/shelf.py), which an agent drives as if it were an engine."""
+
+    def create_shelf_adapter(self, settings: AdapterSettings, adapter: str) -> EngineAdapter:
+        """Makes a driver for the shelf of `adapter` in the engine at `settings.url`. No I/O."""
+        ...
+
+    def refuse_adapters(self, command: Sequence[str], versions: Mapping[str, int]) -> None:
+        """Raises ValueError, with a message for the user, unless the engine that `command` starts can serve these
+        adapters. versions: how many versions it keeps of each."""
+        ...
+
+
+def load_shelf_module(kind: str) -> ShelfModule:
+    """The module that drives the shelves of engines of `kind`. Raises ValueError if such engines have none."""
+    module = load_adapter(kind)
+    if not hasattr(module, "create_shelf_adapter"):
+        raise ValueError(f"--adapter: {engine_kind(kind).title} serves no adapters")
+    return cast(ShelfModule, module)

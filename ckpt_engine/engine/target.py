@@ -27,13 +27,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from ckpt_engine.core.names import full_name
 from ckpt_engine.engine.stray_tensors import stray_tensors_kept
+from ckpt_engine.v1 import weights_pb2
 
 Weights = Iterable[tuple[str, Tensor]]
 
@@ -127,6 +128,21 @@ class LoadTarget(Protocol):
     def post_load(self) -> None:
         """Recomputes derived tensors. Runs once, after every byte is in place and before resident bytes are verified,
         so it must not change loaded tensors."""
+        ...
+
+
+@runtime_checkable
+class VersionTarget(LoadTarget, Protocol):
+    """A LoadTarget that keeps several versions, each in memory of its own, so that its tensors follow the manifest."""
+
+    def expect(self, manifest: weights_pb2.Manifest) -> None:
+        """Called before each recording: `recording()` then has tensors for this manifest. Raises CkptEngineError if
+        this worker can take no such version."""
+        ...
+
+    def accept(self, identity: weights_pb2.Identity, epoch: int, manifest: weights_pb2.Manifest) -> None:
+        """Called before an install marks the worker DIRTY: `staging()` is for this version then, with the tensors of
+        this manifest. Raises CkptEngineError, and the install ends without a trace."""
         ...
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 
+from ckpt_engine.core import adapters
 from ckpt_engine.core.version_bounds import REASONS, VERSION_GONE, VERSION_NOT_YET
 from ckpt_engine.gateway.json_numbers import load_answer
 from ckpt_engine.gateway.refusals import ENGINE_REFUSED, RefusedError
@@ -15,7 +16,10 @@ from ckpt_engine.http_client.connection import ConnectError, Connection, SilentE
 from ckpt_engine.http_client.connections import MOST_ANSWER_BYTES, Answer, Connections
 
 VERSION_HEADER, ROOT_HEADER = "x-ckpt-engine-admitted-version", "x-ckpt-engine-admitted-root"
-VERSION_HEADERS = (VERSION_HEADER, ROOT_HEADER, "x-ckpt-engine-end-version", "x-ckpt-engine-end-root")
+VERSION_HEADERS = (
+    *(VERSION_HEADER, ROOT_HEADER, "x-ckpt-engine-end-version", "x-ckpt-engine-end-root"),
+    *(adapters.VERSION_HEADER, adapters.ROOT_HEADER),
+)
 READY_ROUTE = "/ckpt_engine/ready"
 DEAD_WORKER = "dead_worker"
 """The gate's reason when the engine's API process has outlived a worker."""
@@ -79,6 +83,7 @@ class Stream:
         self.content_type = connection.headers.get("content-type", "")
         headers = connection.headers
         self.admitted = _admitted_version(headers)  # the version that the gate named when it let the request in
+        self.adapter = headers.get(adapters.VERSION_HEADER, "")  # the version of an adapter that answers, by its name
         self.version_headers = {name: headers[name] for name in VERSION_HEADERS if name in headers}
 
     async def events(self, done: bool = True) -> AsyncGenerator[list[bytes], None]:

@@ -31,7 +31,7 @@ from ckpt_engine.core.names import some
 from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, internal, invalid
 from ckpt_engine.core.stage_memory import NONE
 from ckpt_engine.engine.parts import leaving, parts_of
-from ckpt_engine.engine.target import LoadTarget, Quantised, StagedLayer
+from ckpt_engine.engine.target import LoadTarget, Quantised, StagedLayer, VersionTarget
 from ckpt_engine.gate.page import LINEAGE_BYTES, WorkerSlot
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.install.constants import Constants
@@ -260,6 +260,8 @@ class Installer:
             raise invalid(f"the manifest cannot be read: {error}") from error
         for spec in manifest.tensors:
             check_spec(spec)
+        if isinstance(self._target, VersionTarget):
+            self._target.expect(manifest)
         recording = record(manifest, self._target, stop_at, digest=digest)
         warm_up(recording, self._target.named_tensors())
         self._recordings[digest] = (recording, layout)
@@ -317,6 +319,8 @@ class _InstallRun:
         self._installer._constants.check()
         self._in_time()
         part = self._installer._part
+        if isinstance(self._target, VersionTarget):
+            self._target.accept(self._order.identity, self._order.fence.epoch, recording.manifest)
         part.vote(self._order, plan, self._in_time, self._stop_at)
         trace("worker.install", "dirty")
         self._slot.dirty(self._order.fence.epoch)

@@ -48,6 +48,20 @@ async def test_a_stream_that_ends_without_its_end_goes_on() -> None:
     assert len({body["request_id"] for body in engine.asked}) == 4
 
 
+async def test_a_request_for_an_adapter_goes_on_with_the_version_that_it_began_with() -> None:
+    """The newest one is another by then."""
+
+    def behave(number: int, body: dict[str, Any]) -> Response:
+        events = told(body, 3, done=False) if number == 0 else told(body)
+        return Engine.streaming(events, {"x-ckpt-engine-adapter": "policy@7" if number == 0 else body["model"]})
+
+    engine = Engine(behave)
+    async with asking(engine) as client:
+        answer = await client.post("/v1/completions", json={**BODY, "model": "policy"})
+    assert answer.json()["choices"][0]["token_ids"] == WHOLE
+    assert [body["model"] for body in engine.asked] == ["policy", "policy@7"]
+
+
 async def test_what_is_no_stream_of_events_is_named() -> None:
     """Whatever listens at an address that was mistaken."""
     engine = Engine(lambda *_: Response("<html>", media_type="text/html"))

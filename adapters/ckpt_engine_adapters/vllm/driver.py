@@ -35,6 +35,7 @@ from ckpt_engine.engine.versions import Supported
 from ckpt_engine.host.gpus import has_nvidia_driver
 from ckpt_engine.http_client.connections import Answer
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine_adapters.vllm.adapter_driver import VllmShelfAdapter, check_adapters
 from ckpt_engine_adapters.vllm.command import (
     WORKERS_VARIABLE,
     check_options,
@@ -245,6 +246,15 @@ class VllmAdapter(HttpAdapter):
 
 def create_adapter(settings: AdapterSettings) -> VllmAdapter:
     return VllmAdapter(settings)
+
+
+def create_shelf_adapter(settings: AdapterSettings, adapter: str) -> VllmShelfAdapter:
+    return VllmShelfAdapter(settings, adapter)
+
+
+def refuse_adapters(command: Sequence[str], versions: Mapping[str, int]) -> None:
+    """See ShelfModule."""
+    check_adapters(options_of(command), {**os.environ, **variables_of(command)}, versions)
 
 
 def launch_plan(arguments: Sequence[str], port: int, model: str) -> LaunchPlan:

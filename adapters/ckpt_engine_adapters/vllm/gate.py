@@ -12,15 +12,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any, ClassVar
 from urllib.parse import parse_qs
 
+from ckpt_engine.core.adapters import adapter_versions
 from ckpt_engine.core.labels import version_label
-from ckpt_engine.gate.asgi import Application, Receive, Scope, Send, answer_json
+from ckpt_engine.gate.asgi import Application, Message, Receive, Scope, Send, answer_json, refuse
 from ckpt_engine.gate.gate import Gate
+from ckpt_engine.gate.holding import DecisionKind, GateDecision
 from ckpt_engine.gate.page import admission
 from ckpt_engine.gate.salt import CacheSalt
+from ckpt_engine.gate.shelf import ENVIRONMENT as ADAPTERS_VARIABLE
+from ckpt_engine.v1 import weights_pb2
+from ckpt_engine_adapters.vllm.adapter_requests import (
+    NOT_HERE,
+    AdapterDoor,
+    AdapterModels,
+    AdapterNotHereError,
+    end_running,
+    guard_sends,
+)
 from ckpt_engine_adapters.vllm.connectors import connectors, in_place_refusal
 from ckpt_engine_adapters.vllm.core_requests import ELSEWHERE, salt_requests
 
@@ -39,6 +52,10 @@ the agent has to see for itself."""
 
 _METHODS = {"resume": ("resume_generation",), "label": ("update_weight_version", "resume_generation")}
 """What vLLM's engine client needs for each `then`."""
+
+ADAPTER_ROUTE = "/ckpt_engine/adapter"
+"""Takes `adapter`, and `epoch` if a version of it is to be installed and not only prepared for. Calls the adapter's
+shelf in each worker; nothing is paused."""
 
 ABILITIES_ROUTE = "/ckpt_engine/abilities"
 """Answers `{"sleeps": …, "in_place": …, "connectors": [name, …]}`.
@@ -152,19 +169,64 @@ class VllmGate(Gate):
         super().__init__(app)
         self._salt = CacheSalt(self._page)
         self._no_salt = ELSEWHERE  # why requests get no salt; empty: they do
+        versions = adapter_versions(os.environ.get(ADAPTERS_VARIABLE, ""))
+        self._adapters = AdapterDoor(self._directory.path, versions) if versions else None
+        self._adopted = not versions  # whether vLLM looks adapters up here
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Has requests salted before the first one is let in: by then vLLM has made its engine."""
+        """Has requests salted, and adapters found, before the first one is let in: by then vLLM has made its engine."""
         if self._no_salt:
             self._no_salt = salt_requests(_engine(scope), self._salt)
+        if not self._adopted:
+            self._adopt(scope)
         await super().__call__(scope, receive, send)
+
+    def base(self) -> weights_pb2.Identity | None:
+        """The version that the workers hold; None: none, or the engine's own."""
+        return self._state.decision().verdict.identity
+
+    def _adopt(self, scope: Scope) -> None:
+        """Takes the place of vLLM's own adapters."""
+        engine, models = _engine(scope), getattr(scope["app"].state, "openai_serving_models", None)
+        if self._adapters is None or engine is None or models is None:
+            return
+        guard_sends(engine, self._adapters, lambda: self._state.decision().kind is DecisionKind.ADMIT)
+        models.lora_requests = AdapterModels(self._adapters, self)
+        self._adopted = True
+
+    async def _enter(
+        self,
+        decision: GateDecision,
+        headers: Mapping[str, str],
+        body: Message | None,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        """Pins a request for an adapter to one version of it. See Gate."""
+        if self._adapters is None or body is None:
+            await super()._enter(decision, headers, body, scope, receive, send)
+            return
+        try:
+            with self._adapters.pinned(body.get("body", b""), decision.verdict.identity) as pin:
+                send = send if pin is None else pin.naming(send)
+                await super()._enter(decision, headers, body, scope, receive, send)
+        except AdapterNotHereError as error:
+            await refuse(scope["type"], send, 503, str(error), NOT_HERE, 1)
 
     async def control(self, route: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers our own routes; vLLM answers the others."""
         engine = _engine(scope)
         query = parse_qs(scope["query_string"].decode())
         if route == PAUSE_ROUTE:
-            await _pause(engine, query, send)
+            await self._pause(engine, query, send)
+        elif route == ADAPTER_ROUTE:
+            if sleeping := self._page.marked().sleeping:
+                await answer_json(send, 409, {"detail": f"the engine is {sleeping.describe()}"})
+                return
+            order = {"adapter": query["adapter"][0], "epoch": int(query.get("epoch", ["0"])[0])}
+            await engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": order})
+            await answer_json(send, 200, {"status": "called"})
         elif route == INSTALL_ROUTE:
             await self._install(engine, query, send)
         elif route == ABILITIES_ROUTE:
@@ -173,6 +235,18 @@ class VllmGate(Gate):
             await answer_json(send, 200, {"sleeps": _sleeps(engine), "in_place": in_place, "connectors": names})
         else:
             await super().control(route, scope, receive, send)
+
+    async def _pause(self, engine: Any, query: Mapping[str, list[str]], send: Send) -> None:
+        """Pauses the scheduler. Requests with adapters end first, unless they may finish: they would go on with the
+        next base. Further API processes have requests that this one cannot end, so that then all requests end."""
+        mode = query["mode"][0]
+        if self._adapters is not None and mode == "keep":
+            settings = getattr(getattr(engine, "vllm_config", None), "parallel_config", None)
+            if getattr(settings, "_api_process_count", 1) > 1:
+                mode = "abort"
+            else:
+                await end_running(engine, self._adapters)
+        await _pause(engine, mode, query, send)
 
     async def _install(self, engine: Any, query: Mapping[str, list[str]], send: Send) -> None:
         """Calls all workers (`Worker` in vllm/v1/worker/gpu_worker.py) within one update session of vLLM's."""
@@ -232,7 +306,7 @@ def _sleeps(engine: Any) -> bool | None:
     return None if enabled is None or device is None else bool(enabled) or device == "cpu"
 
 
-async def _pause(engine: Any, query: Mapping[str, list[str]], send: Send) -> None:
+async def _pause(engine: Any, mode: str, query: Mapping[str, list[str]], send: Send) -> None:
     """Pauses the scheduler as `AsyncLLM.pause_generation` does, without its sleep."""
     stop = getattr(getattr(engine, "engine_core", None), "pause_scheduler_async", None)
     clear = getattr(getattr(engine, "renderer", None), "clear_mm_cache_async", None)
@@ -242,5 +316,5 @@ async def _pause(engine: Any, query: Mapping[str, list[str]], send: Send) -> Non
     clear_cache = query.get("clear_cache", ["true"])[0] != "false"
     if clear_cache:
         await clear()
-    await stop(mode=query["mode"][0], clear_cache=clear_cache)
+    await stop(mode=mode, clear_cache=clear_cache)
     await answer_json(send, 200, {"status": "paused"})

@@ -6,6 +6,7 @@ and never raises after its construction: an exception would leave other ranks of
 
     /init_weight_transfer_engine  -> prepare: record the loader against the agent's manifest; changes no weight
                                      with {"discard": true}: mark that this worker holds nothing, before /sleep?level=2
+                                     with {"adapter": NAME}: the same for that adapter, or install it (epoch)
     /start_weight_update          -> nothing; vLLM only notes that a session is open
     /update_weights               -> install: pull, verify, stamp the state word
     /finish_weight_update         -> nothing; the install has already put the layers back together
@@ -14,9 +15,9 @@ and never raises after its construction: an exception would leave other ranks of
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -27,11 +28,13 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from ckpt_engine.core.adapters import adapter_versions
 from ckpt_engine.core.parts import DRAFT
 from ckpt_engine.engine.attributes import Attributes
 from ckpt_engine.engine.parts import PartsTarget, PartTarget
 from ckpt_engine.engine.target import LoadTarget
 from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
+from ckpt_engine.gate.shelf import ENVIRONMENT as ADAPTERS_VARIABLE
 from ckpt_engine.install.worker import EngineWorker
 from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE
 from ckpt_engine_adapters.vllm.drafts import DraftModel, describe_draft, draft_of_caller
@@ -39,6 +42,9 @@ from ckpt_engine_adapters.vllm.input_norms import reset_input_norms
 from ckpt_engine_adapters.vllm.quantised import reset_made_up_scales
 from ckpt_engine_adapters.vllm.sleeping import guard_sleep
 from ckpt_engine_adapters.vllm.target import VllmTarget
+
+if TYPE_CHECKING:
+    from ckpt_engine_adapters.vllm.adapter_shelf import AdapterShelf
 
 
 def _shared(vllm_config: VllmConfig) -> str:
@@ -70,6 +76,8 @@ class InitInfo(WeightTransferInitInfo):
     """The body of `/init_weight_transfer_engine`."""
 
     discard: bool = False  # hold nothing from now on; else ask the agent
+    adapter: str = ""  # ask the agent of this adapter's shelf instead
+    epoch: int = 0  # of the update of that adapter to install; 0: prepare only
 
 
 @dataclass
@@ -124,7 +132,22 @@ class CkptEngineWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._attributes = [
             Attributes(each, given_up, own.kernel_tensors()) for each, own in zip(models, targets, strict=True)
         ]
+        adapters = adapter_versions(os.environ.get(ADAPTERS_VARIABLE, ""))
+        self._shelves = self._make_shelves(model, adapters, directory, rank, workers) if adapters else {}
         guard_sleep(_discard, _give_back)
+
+    def _make_shelves(
+        self, model: torch.nn.Module, adapters: Mapping[str, int], directory: EngineDirectory, rank: int, workers: int
+    ) -> dict[str, AdapterShelf]:
+        """The shelf of each adapter. Loads vLLM's LoRA classes, which other servers do without."""
+        from ckpt_engine_adapters.vllm.adapter_shelf import AdapterShelf
+        from ckpt_engine_adapters.vllm.adapter_slots import AdapterSlots
+
+        slots = AdapterSlots(model)
+        return {
+            name: AdapterShelf(directory.path, name, versions, rank, workers, self._worker.slot, slots)
+            for name, versions in adapters.items()
+        }
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Records the loader against the manifest of the agent's order, or marks that the worker holds nothing."""
@@ -132,7 +155,12 @@ class CkptEngineWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             self.discard()
             return
         with set_current_vllm_config(self._vllm_config):
-            self._worker.prepare()
+            if not init_info.adapter:
+                self._worker.prepare()
+            elif init_info.epoch:
+                self._shelves[init_info.adapter].install(init_info.epoch)
+            else:
+                self._shelves[init_info.adapter].prepare()
 
     def start_weight_update(self) -> None:
         """Does nothing: an install starts what it needs itself, after its checks."""
@@ -143,6 +171,7 @@ class CkptEngineWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             attributes.put_back()
         with set_current_vllm_config(self._vllm_config):
             self._worker.install(update_info.epoch)
+        self._follow_base()
 
     def finish_weight_update(self) -> None:
         """Does nothing: see start_weight_update."""
@@ -152,13 +181,22 @@ class CkptEngineWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._worker.discard()
         for attributes in self._attributes:
             attributes.keep()
+        self._follow_base()
+
+    def _follow_base(self) -> None:
+        """Has adapters of another base say that they are not held. vLLM drops all adapters from its slots when an
+        update of the base is finished; a request brings its own back, from our memory."""
+        for shelf in self._shelves.values():
+            shelf.follow_base()
 
     def give_back(self) -> None:
         """Frees stage memory."""
         self._worker.give_back()
 
     def shutdown(self) -> None:
-        """Closes the channel to the agent."""
+        """Closes the channels to the agents."""
+        for shelf in self._shelves.values():
+            shelf.close()
         self._worker.close()
 
     @staticmethod
