@@ -4,7 +4,8 @@
 
 A step reads all weights once, as decoding a token does, on the engine's thread, while the scrub of the same process
 hashes them on its own. Paces: off; the one at which 16.4 GB (Qwen3-8B) are hashed in 60 s; and the fastest that any
-interval leads to, a quarter of the time. Ceilings and arms are measured in turns, so that what else runs slows all.
+interval leads to, a quarter of the time. Arms are measured in turns, and by the processor's time of each thread beside
+the clock's, since a busy machine takes turns away from both.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from tests.install.install_world import Checkpoint, OneWorker
 
 ROWS, COLUMNS, LAYERS = 4096, 2048, 16  # 256 MiB of bfloat16
 WINDOW_SECONDS = 2.0
-ROUNDS = 7
+ROUNDS = 5
 MODEL_BYTES, MODEL_SECONDS = 16.4e9, 60.0
 FASTEST = 1e-3
 """An interval in which nothing can be hashed, so that the share of the time is what bounds it."""
@@ -54,14 +55,27 @@ class Layers(nn.Module):
         return vector
 
 
-def steps_a_second(model: Layers, seconds: float) -> float:
-    """Steps of a window."""
+class Window(NamedTuple):
+    """What a window came to."""
+
+    steps: float  # a second
+    steps_by_processor: float  # a second of the engine's thread on a processor
+    hashed: float  # bytes a second
+    scrub_seconds: float  # of the other threads on a processor, for each gigabyte hashed; 0 if none was
+
+
+def window(model: Layers, worker: OneWorker, size: int) -> Window:
+    """Steps for a while. size: bytes of a pass."""
     vector = torch.ones(COLUMNS, dtype=torch.bfloat16)
-    count, began = 0, time.perf_counter()
-    while (now := time.perf_counter()) - began < seconds:
+    count, passes = 0, _passes(worker)
+    began, own, all_threads = time.perf_counter(), time.thread_time(), time.process_time()
+    while (now := time.perf_counter()) - began < WINDOW_SECONDS:
         vector = model.step(vector)
         count += 1
-    return count / (now - began)
+    own, all_threads = time.thread_time() - own, time.process_time() - all_threads
+    hashed = (_passes(worker) - passes) * size
+    scrub_seconds = (all_threads - own) / (hashed / 1e9) if hashed else 0.0
+    return Window(count / (now - began), count / own, hashed / (now - began), scrub_seconds)
 
 
 def measure(directory: Path) -> dict[str, Any]:
@@ -83,15 +97,12 @@ def measure(directory: Path) -> dict[str, Any]:
         report = worker.update(checkpoint).report
         assert not report.HasField("problem"), report.problem.message
         arms[name] = model, worker
-    found: dict[str, list[float]] = {name: [] for name in intervals}
-    hashed: dict[str, list[float]] = {name: [] for name in intervals}
+    found: dict[str, list[Window]] = {name: [] for name in intervals}
     for _ in range(ROUNDS):
         for name, (model, worker) in arms.items():
-            others = [other for key, (_, other) in arms.items() if key != name]
-            with others[0].scrub.halted(), others[1].scrub.halted():
-                before, began = _passes(worker), time.perf_counter()
-                found[name].append(steps_a_second(model, WINDOW_SECONDS))
-                hashed[name].append((_passes(worker) - before) * size / (time.perf_counter() - began))
+            one, other = (each for key, (_, each) in arms.items() if key != name)
+            with one.scrub.halted(), other.scrub.halted():
+                found[name].append(window(model, worker, size))
     for _, worker in arms.values():
         worker.installer.close()
     checkpoint.close()
@@ -100,12 +111,20 @@ def measure(directory: Path) -> dict[str, Any]:
         "host": {"machine": platform.machine(), "processors": os.cpu_count(), "load": round(os.getloadavg()[0], 1)},
         "arms": {
             name: {
-                "interval_seconds": intervals[name],
-                "steps_per_second": round(median(values), 2),
-                "of_off": round(median(one / off for one, off in zip(values, found["off"], strict=True)), 4),
-                "hashed_gigabytes_per_second": round(median(hashed[name]) / 1e9, 3),
+                "interval_seconds": round(intervals[name], 4),
+                "steps_per_second": round(median(each.steps for each in windows), 2),
+                "steps_per_processor_second": round(median(each.steps_by_processor for each in windows), 2),
+                "of_off_by_processor": round(
+                    median(
+                        each.steps_by_processor / off.steps_by_processor
+                        for each, off in zip(windows, found["off"], strict=True)
+                    ),
+                    4,
+                ),
+                "hashed_gigabytes_per_second": round(median(each.hashed for each in windows) / 1e9, 3),
+                "scrub_processor_seconds_per_gigabyte": round(median(each.scrub_seconds for each in windows), 3),
             }
-            for name, values in found.items()
+            for name, windows in found.items()
         },
     }
 

@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 Tell = Callable[[manager_pb2.WorkerScrub], None]
 """Tells the agent how far it is. On the scrub's thread; may lose it."""
 
-HOST_PIECE_BYTES = 1 << 20
-"""Most bytes of a piece in the host's memory: 0.1 ms of one thread, and no work for others."""
+HOST_PIECE_BYTES = (2 << 20) - 1
+"""Most bytes of a piece in the host's memory: 0.2 ms of one thread, and too few for several to share."""
 
 DEVICE_PIECE_BYTES = 64 << 20
 """Most bytes of a piece on a GPU: 25 µs of an H100's bandwidth."""
@@ -423,7 +423,8 @@ def _cut(view: torch.Tensor, start: tuple[int, ...]) -> Iterator[tuple[torch.Ten
         yield view, start
         return
     axis = max(axes, key=lambda each: (abs(view.stride()[each]), view.shape[each]))
-    length = max(1, view.shape[axis] * most // view.nbytes)
+    count = -(-view.nbytes // most)
+    length = -(-view.shape[axis] // count) if count < view.shape[axis] else 1
     for at in range(0, view.shape[axis], length):
         part = view.narrow(axis, at, min(length, view.shape[axis] - at))
         yield from _cut(part, (*start[:axis], start[axis] + at, *start[axis + 1 :]))
