@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import Result
 
 from ckpt_engine import CkptEngineError, Client, Trainer
 from ckpt_engine.host.relay_directory import DIRECTORY
 from tests.cluster import Cluster, Relay, generate, running_cluster
+from tests.command_line import run
 from tests.conformance.weights import load
 from tests.end_to_end.conftest import PADDED_VOCABULARY
 from tests.tiny_model import make_tiny_qwen3, reference_tokens
@@ -95,3 +99,25 @@ def test_any_version_is_served_again_after_everything_was_restarted(
         eventually("it is offered no more", 60, lambda: archived(cluster) == [1, 2, 3])
         assert "has other bytes than were sealed" in second.said
         assert not list(archive.glob("0-*"))
+
+        found = judged(cluster, tokens[:3], "--good", "0", "--bad", "3", "--json")
+        assert found.exit_code == 0, found.output
+        result = json.loads(found.stdout)
+        assert (result["good"], result["bad"], len(result["asked"])) == (2, 3, 2), result
+        assert generate(replica, PROMPT, 8) == tokens[1], "it serves what it did before"
+        refused = judged(cluster, [], "--good", "3", "--bad", "1")
+        assert (refused.exit_code != 0, "--good 3 is not before --bad 1" in refused.output) == (True, True)
+
+
+JUDGE = """
+import os, sys, httpx
+body = {"input_ids": %s, "max_tokens": 8, "temperature": 0}
+tokens = httpx.post(os.environ["CKPT_ENGINE_URL"] + "/generate", json=body, timeout=60).json()["output_ids"]
+sys.exit(tokens not in %s)
+"""
+
+
+def judged(cluster: Cluster, good: list[list[int]], *options: str) -> Result:
+    """What a search says whose command takes these tokens for good."""
+    command = (sys.executable, "-c", JUDGE % (PROMPT, good))
+    return run("version", "bisect", "--manager", cluster.address, *options, "--", *command)
