@@ -20,12 +20,14 @@ from tests.waiting import PATIENCE, eventually
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 FAULTS = [
-    pytest.param("preparing", KILL, marks=pytest.mark.slow),
-    pytest.param("sealing", KILL, marks=pytest.mark.slow),
-    pytest.param("reading", KILL),  # after the commit
-    pytest.param("reported", KILL, marks=pytest.mark.slow),  # the replica serves it, and its outcome is not told
-    pytest.param("sealing", STOP, marks=pytest.mark.slow),
-    pytest.param("reading", STOP, marks=pytest.mark.slow),
+    pytest.param("preparing", KILL, marks=pytest.mark.slow, id="killed while preparing"),
+    pytest.param("sealing", KILL, marks=pytest.mark.slow, id="killed while sealing"),
+    pytest.param("reading", KILL, id="killed while reading"),  # after the commit
+    pytest.param(
+        "reported", KILL, marks=pytest.mark.slow, id="killed while reported"
+    ),  # the replica serves it, and its outcome is not told
+    pytest.param("sealing", STOP, marks=pytest.mark.slow, id="stopped while sealing"),
+    pytest.param("reading", STOP, marks=pytest.mark.slow, id="stopped while reading"),
 ]
 
 
