@@ -101,7 +101,7 @@ $(FOR_DEMO): pyproject.toml constraints.txt
 	@echo "Installing what the demo needs into $(VENV), once. Most of it is torch."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP_INSTALL) torch
-	@$(PIP_INSTALL) --editable ".[demo]"
+	@$(PIP_INSTALL) --editable ".[demo,postgresql]"
 	@touch $@
 
 $(INSTALLED): $(FOR_DEMO)

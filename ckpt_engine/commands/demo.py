@@ -45,6 +45,13 @@ def demo(
             "others, a relay on each. 1: all on loopback.",
         ),
     ] = 1,
+    standby: Annotated[
+        bool,
+        typer.Option(
+            "--standby",
+            help="Run two managers on a ledger in PostgreSQL, and kill the one that leads in the middle of an update.",
+        ),
+    ] = False,
     page: Annotated[
         bool, typer.Option("--page", help="Show the manager's page, and keep everything running until Ctrl-C.")
     ] = False,
@@ -54,18 +61,24 @@ def demo(
     Starts a manager, two agents with an inference server each, and two trainer ranks, in processes of their own on
     free ports of the loopback interface. It needs no GPU and no network, and removes all files but the logs of a demo
     that failed. With --hosts the processes run on hosts with networks of their own, and each update prints the bytes
-    on the wire. With --page the manager's page shows everything. Exits with 0 only if every update was verified and
-    every replica recites the text in the end.
+    on the wire. With --standby the manager is killed in the middle of an update, which another one ends. With --page
+    the manager's page shows everything. Exits with 0 only if every update was verified and every replica recites the
+    text in the end.
     """
     require("demo", "torch", "numba", "transformers", what="this command")
     if page and hosts > 1:
         raise typer.BadParameter("no browser of this machine reaches the network of --hosts: leave one of them out")
+    if standby and (page or hosts > 1):
+        raise typer.BadParameter("--standby runs on this machine, without --page and --hosts")
+    if standby and updates < 2:
+        raise typer.BadParameter("the manager is killed in an update that is not the first: give --standby at least --updates 2")
     settings = DemoSettings(
         engine=engine,
         updates=updates,
         tensor_parallel=2 if tensor_parallel else 1,
         replicas=hosts - 1 if hosts > 1 else 2,
         hosts=hosts,
+        standby=standby,
         page=page,
     )
     try:

@@ -12,12 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from ckpt_engine.agent.ports import ReservedPort
 from ckpt_engine.core.message_json import read_json
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.demo.database import DatabaseError, demo_database
 from ckpt_engine.demo.hosts import HostsError, hosts
 from ckpt_engine.demo.recital import Recital, recite
 from ckpt_engine.demo.sites import Wire
 from ckpt_engine.demo.stage import DemoError, DemoSettings, Stage
+from ckpt_engine.demo.task import milestones
+from ckpt_engine.gate.directory import default_root
 from ckpt_engine.report import UpdateReport
 from ckpt_engine.v1 import manager_pb2
 
@@ -111,6 +115,11 @@ class Show(Protocol):
 
     def act(self, act: Act) -> None: ...
 
+    def leader_lost(self, address: str, phase: str, version: int) -> None:
+        """Shows that the manager at an address was killed during an update, which brought a version under another
+        one. phase: what it was doing."""
+        ...
+
     def stay_open(self, stage: Stage) -> None:
         """Shows that everything keeps running, for a user of the page."""
         ...
@@ -126,8 +135,12 @@ async def play(settings: DemoSettings, show: Show) -> Outcome:
             found = stack.enter_context(hosts(settings.hosts)) if settings.hosts > 1 else []
             if found:
                 stack.enter_context(found[0].on_network())
-            stage = Stage(settings, Path(directory), found)
-        except HostsError as error:
+            database = None
+            if settings.standby:
+                port = ReservedPort(default_root())
+                database = stack.enter_context(demo_database(port.number))
+            stage = Stage(settings, Path(directory), found, database)
+        except (HostsError, DatabaseError) as error:
             outcome.problem = str(error)
             return outcome
         except CkptEngineError as error:
@@ -166,18 +179,30 @@ async def _play(stage: Stage, settings: DemoSettings, show: Show, outcome: Outco
     outcome.start_seconds = time.monotonic() - start
     show.started(stage, outcome.start_seconds)
     start = time.monotonic()
-    loss = math.nan
+    loss, losing = math.nan, None
     while len(outcome.acts) < settings.updates:
         former_wire = Wire.now(stage.sites)
-        stage.give_turn()
+        loses = settings.standby and len(outcome.acts) == settings.updates // 2
+        if not loses:
+            stage.give_turn()
         while "report" not in (line := await stage.line(LINE_SECONDS)):
             if "problem" in line:
                 raise DemoError(f"the update was not made: {line['problem']}")
             loss = line["loss"]
             show.state(f"training: step {line['step']}, loss {loss:.3f}")
+            if loses and line["step"] == milestones(settings.updates)[len(outcome.acts)]:
+                losing = asyncio.ensure_future(stage.lose_leader())
+                await asyncio.sleep(0)  # it stops an agent, before the ranks call
+                stage.give_turn()
         message = manager_pb2.UpdateReport()
         read_json(line["report"].encode(), message)
         report = UpdateReport(message)
+        if losing is not None:
+            if not losing.done():
+                losing.cancel()
+                raise DemoError("the update was not seen to install, so no manager was killed")
+            show.leader_lost(*await losing, report.version)
+            losing = None
         if not report.ok:
             raise DemoError(f"the update is not whole:\n{line['table']}")
         wire = Wire.now(stage.sites).since(former_wire)

@@ -43,6 +43,13 @@ class ConsoleShow:
                 f"{settings.updates} times and go on from the opening words; what is right is green.\n"
             )
         )
+        if settings.standby:
+            self._console.print(
+                Text(
+                    "Two managers share a ledger in PostgreSQL; the one that leads is killed in the middle of update "
+                    f"{settings.updates // 2 + 1}.\n"
+                )
+            )
         if settings.hosts > 1:
             self._console.print(
                 Text(
@@ -65,6 +72,16 @@ class ConsoleShow:
         )
         if stage.page:
             self._console.print(Text.assemble("the manager's page, from now on: ", (stage.page, "bold"), "\n"))
+
+    def leader_lost(self, address: str, phase: str, version: int) -> None:
+        doing = phase.partition(": ")[2] or phase
+        self._console.print(
+            Text.assemble(
+                ("killed ", "bold red"),
+                f"the manager at {address}, which led and was at: {doing}. The other one leads now, and version "
+                f"{version} is the same one:",
+            )
+        )
 
     def stay_open(self, stage: Stage) -> None:
         self.state("kept open for the page")

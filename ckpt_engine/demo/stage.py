@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +26,7 @@ from ckpt_engine.agent.ports import ReservedPort
 from ckpt_engine.agent.process import EngineProcess, EngineProcessError
 from ckpt_engine.channel import ManagerStub, open_channel
 from ckpt_engine.demo import task
+from ckpt_engine.demo.database import DatabaseError, DemoDatabase
 from ckpt_engine.demo.hosts import NetworkHost
 from ckpt_engine.demo.servers import DEFAULT, server_of
 from ckpt_engine.demo.sites import Site, sites_of
@@ -60,18 +62,27 @@ class DemoSettings:
     replicas: int = 2
     trainers: int = 2
     hosts: int = 1  # 1: this machine; else trainer and manager on the first, a replica on each of the others
+    standby: bool = False  # two managers, of which the one that leads is killed in the middle of an update
     page: bool = False  # the manager serves its page, and everything keeps running until Ctrl-C
 
 
 class Stage:
     """The processes of one run in `directory`. On one event loop; `start` once, `stop` always.
 
-    hosts: those of the settings, if there are several; the caller's thread is on the network of the first one. Raises
-    UnknownAdapterError for an engine that the demo cannot start.
+    hosts: those of the settings, if there are several; the caller's thread is on the network of the first one.
+    database: for the ledger of two managers, if the settings have a standby. Raises UnknownAdapterError for an engine
+    that the demo cannot start.
     """
 
-    def __init__(self, settings: DemoSettings, directory: Path, hosts: Sequence[NetworkHost] = ()) -> None:
+    def __init__(
+        self,
+        settings: DemoSettings,
+        directory: Path,
+        hosts: Sequence[NetworkHost] = (),
+        database: DemoDatabase | None = None,
+    ) -> None:
         self._settings = settings
+        self._database = database
         self._server = server_of(settings.engine)
         self.sites = sites_of(hosts, directory)
         self._home = self.sites[0]
@@ -81,9 +92,12 @@ class Stage:
         self._loop = asyncio.get_running_loop()
         self._turns: int | None = None
         # Reserved until this process ends: a server binds its port only once its engine is imported.
-        self._ports = [ReservedPort(default_root()) for _ in range(3 + settings.replicas)]
-        manager, gateway, page, *ports = (port.number for port in self._ports)
-        self.manager = f"{self._home.address}:{manager}"
+        self._ports = [ReservedPort(default_root()) for _ in range(4 + settings.replicas)]
+        manager, other, gateway, page, *ports = (port.number for port in self._ports)
+        self._managers = {"manager": f"{self._home.address}:{manager}"}
+        if database is not None:
+            self._managers["manager-2"] = f"{self._home.address}:{other}"
+        self.manager = ",".join(self._managers.values())
         self.gateway = f"http://127.0.0.1:{gateway}"
         self.page = f"http://127.0.0.1:{page}/" if settings.page else ""
         self._of_replica: dict[str, tuple[Site, int]] = {
@@ -106,7 +120,13 @@ class Stage:
         model = task.write_model(self._directory / "model")
         os.mkfifo(self._directory / TURNS, 0o600)
         self._turns = os.open(self._directory / TURNS, os.O_RDWR | os.O_NONBLOCK)
-        starts = [self._start("manager", self._manager_command())]
+        if self._database is not None:
+            await self._start("database", self._database.command, python=False)
+            try:
+                await asyncio.to_thread(self._database.wait)
+            except DatabaseError as error:
+                raise DemoError(self._tails(str(error))) from error
+        starts = [self._start(name, self._manager_command(name)) for name in self._managers]
         starts += [self._start("gateway", self._gateway_command())]
         starts += [
             self._start(f"relay-{site.name}", self._relay_command(site), site=site)
@@ -150,7 +170,7 @@ class Stage:
     async def stop(self) -> None:
         """Ends every process, trainers first, and waits until all have ended. May be repeated."""
         children, self._children = self._children, {}
-        for kind in ("trainer", "gateway", "replica", "relay", "manager"):
+        for kind in ("trainer", "gateway", "replica", "relay", "manager", "database"):
             ending = [child.stop() for name, child in children.items() if name.startswith(kind)]
             await asyncio.gather(*ending, return_exceptions=True)
         if self._turns is not None:
@@ -159,11 +179,38 @@ class Stage:
 
     # ------------------------------------------------------------------------------------------- processes
 
-    def _manager_command(self) -> Sequence[str]:
-        ledger = str(self._directory / "ledger.sqlite3")
+    async def lose_leader(self) -> tuple[str, str]:
+        """Kills the manager that leads, once the next update installs. Returns its address and what it was doing.
+
+        A replica's agent is stopped until then: without it an update may be over before anybody sees it install.
+        """
+        agent = self._children["replica-1"].pid
+        assert agent is not None
+        os.kill(agent, signal.SIGSTOP)
+        try:
+            async with AsyncExitStack() as stack:
+                stubs = {
+                    name: ManagerStub(await stack.enter_async_context(open_channel(address)))
+                    for name, address in self._managers.items()
+                }
+                while True:
+                    self._raise_if_ended()
+                    for name, stub in stubs.items():
+                        if (phase := await _phase(stub)).startswith("update ") and "install" in phase:
+                            await self._children.pop(name).kill()
+                            return self._managers[name], phase
+                    await asyncio.sleep(0.02)
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(agent, signal.SIGCONT)
+
+    def _manager_command(self, name: str) -> Sequence[str]:
+        database = self._database
+        ledger = str(self._directory / "ledger.sqlite3") if database is None else database.address
         beyond = ("--insecure",) if self._home.host is not None else ()
         page = self.page.removeprefix("http://").rstrip("/")
-        return ("-m", "ckpt_engine", "manager", "--listen", self.manager, "--http", page, "--ledger", ledger, *beyond)
+        listen = self._managers[name]
+        return ("-m", "ckpt_engine", "manager", "--listen", listen, "--http", page, "--ledger", ledger, *beyond)
 
     def _gateway_command(self) -> Sequence[str]:
         listen = self.gateway.removeprefix("http://")
@@ -203,10 +250,12 @@ class Stage:
         arguments: Sequence[str],
         site: Site | None = None,
         on_line: Callable[[str], None] | None = None,
+        python: bool = True,
     ) -> None:
+        """python: the arguments are for our Python; else they are a command."""
         site = self._home if site is None else site
         child = EngineProcess(
-            (*site.prefix, sys.executable, *arguments),
+            (*site.prefix, *((sys.executable,) if python else ()), *arguments),
             {**self._environment(site), **site.variables},
             self._directory / f"{name}.log",
             on_line=on_line,
@@ -281,3 +330,12 @@ class Stage:
     def _tails(self, message: str) -> str:
         tails = [f"{name}:\n  " + "\n  ".join(child.last_lines(5)) for name, child in self._children.items()]
         return "\n".join([message, *tails])
+
+
+async def _phase(stub: ManagerStub) -> str:
+    """What a manager is doing; empty if it does not lead."""
+    try:
+        status = await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=2.0)
+    except grpc.RpcError:
+        return ""
+    return str(status.phase)

@@ -10,6 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.demo.demo_run import Run
+from tests.postgresql import program
+
+needs_postgresql = pytest.mark.skipif(
+    program("initdb") is None, reason="PostgreSQL's server is not installed here (Debian: postgresql)"
+)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
@@ -53,7 +58,11 @@ def test_it_fails_when_a_part_of_it_dies(runs: list[Run], word: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "updates"),
-    [((), 6), pytest.param(("--tensor-parallel", "--updates", "2"), 2, marks=pytest.mark.hours)],
+    [
+        ((), 6),
+        pytest.param(("--tensor-parallel", "--updates", "2"), 2, marks=pytest.mark.hours),
+        pytest.param(("--standby", "--updates", "2"), 2, marks=needs_postgresql),
+    ],
 )
 def test_replicas_come_to_recite_the_text(runs: list[Run], arguments: tuple[str, ...], updates: int) -> None:
     runs.append(run := Run(*arguments))
