@@ -104,7 +104,7 @@ def test_requirements_are_those_of_the_package(extra: str) -> None:
     wanted = {
         "": project["dependencies"],
         "trainer": project["optional-dependencies"]["trainer"],
-        "relay": project["optional-dependencies"]["trainer"],
+        "relay": [*project["optional-dependencies"]["trainer"], *project["optional-dependencies"]["relay"][1:]],
         "demo": [*project["optional-dependencies"]["trainer"], *project["optional-dependencies"]["demo"][1:]],
     }
     assert done.stdout.splitlines() == wanted[extra]
