@@ -41,6 +41,9 @@ ROOT_BYTES = 32
 SHARE = 32
 """Deltas of a version that wait for further askers take at most one of so many parts of its bytes."""
 
+MOST_BYTES = 1 << 30
+"""Nor do they take more than this: they lie beside the relay's slots, in memory that `--memory` does not count."""
+
 DeltaUse = Literal["auto", "always", "never"]
 """auto: a delta is sent where it is with its reader sooner, by what was measured. always: wherever it has fewer bytes.
 never: none is sent, and none asked for."""
@@ -89,7 +92,7 @@ class DeltaMaker:
         self._chunks = chunks
         itself = DeltaBase(memory, frozenset(cell for chunk in chunks for cell in chunk.cells), lambda: True)
         self._bases = {each.root: each for each in (itself, base) if each is not None}
-        self._room = size // SHARE
+        self._room = min(size // SHARE, MOST_BYTES)
         self._lock = threading.Lock()
         self._costs = DeltaCosts()
         # By chunk and root of the base; the one that was asked for last is at the end.

@@ -17,13 +17,16 @@ from ckpt_engine.core.relay_layout import lay_out
 from ckpt_engine.core.sealed_record import ProvenRecord, read_record
 from ckpt_engine.digest.boxes import digest_box
 from ckpt_engine.host.facts import this_host
+from ckpt_engine.relay import narration
 from ckpt_engine.relay import slots as relay_slots
 from ckpt_engine.relay.cell_memory import CellMemory, bits_of
 from ckpt_engine.relay.deltas import DeltaBase, DeltaMaker, DeltaTaker, DeltaUse
 from ckpt_engine.relay.slots import FillWish, Slots, SlotVersion, Want
 from ckpt_engine.relay.work import filled_report
+from ckpt_engine.report import RelayReport
 from ckpt_engine.transport.base import Network
 from ckpt_engine.transport.registry import all_transports
+from ckpt_engine.v1 import manager_pb2
 from ckpt_engine.v1.manager_pb2 import WantTable
 from ckpt_engine.v1.weights_pb2 import Problem, SealedRecord, SourceTable, TensorSpec
 from tests.install.install_world import Checkpoint
@@ -120,6 +123,12 @@ def test_a_version_comes_as_what_has_changed(steps: Steps) -> None:
         figures.changed_bytes,
         base.identity.root,
     )
+    share = f"{figures.changed_bytes / steps.nbytes:.2%} had changed"
+    assert f" of it as changes ({share}), " in narration.filled(report)
+    shown = RelayReport(manager_pb2.RelayReport(relay="relay far", filled=report))
+    assert f" on the network: {share})" in str(shown)
+    assert (shown.delta_bytes, shown.network_bytes) == (steps.nbytes, figures.network_bytes)
+    assert list(shown.densest) == [each.tensor for each in report.densest]
     densest = report.densest[0]
     assert densest.changed / densest.elements == max(
         count / before[name].numel() for name, count in changed.items() if before[name].numel()
@@ -170,6 +179,11 @@ def test_a_relay_without_the_base_sends_all_and_says_so(steps: Steps) -> None:
     why = f"relay near: it does not hold the base {first.identity.root.hex()[:16]}"
     assert dict(far.filled.deltas.whole) == {why: steps.nbytes}
     assert far.filled.deltas.delta_bytes == 0
+    assert f" in full ({why})" in narration.filled(filled_report(far))
+    shown = RelayReport(manager_pb2.RelayReport(relay="relay far", filled=filled_report(far)))
+    assert f" in full: {why})" in str(shown)
+    assert shown.whole == {why: steps.nbytes}
+    assert shown.density is None
     (whole,) = filled_report(far).whole
     assert (whole.reason, whole.bytes) == (why, steps.nbytes)
     assert not far.filled.faults
