@@ -50,6 +50,7 @@ ROOMS = (
     "report",
     "timeline",
     "replica_wait",
+    "client_calls",
     "client",
     "trainer",
     "publishing",

@@ -74,11 +74,11 @@ class ConsoleShow:
             self._console.print(Text.assemble("the manager's page, from now on: ", (stage.page, "bold"), "\n"))
 
     def leader_lost(self, address: str, phase: str, version: int) -> None:
-        doing = phase.partition(": ")[2] or phase
+        step = phase.partition(": ")[2] or phase
         self._console.print(
             Text.assemble(
                 ("killed ", "bold red"),
-                f"the manager at {address}, which led and was at: {doing}. The other one leads now, and version "
+                f"the manager at {address}, which led and was at: {step}. The other one leads now, and version "
                 f"{version} is the same one:",
             )
         )

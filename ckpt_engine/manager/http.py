@@ -16,7 +16,7 @@ from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
-from ckpt_engine.client import held_versions
+from ckpt_engine.client_calls import held_versions
 from ckpt_engine.core.problems import CkptEngineError, invalid, not_found
 from ckpt_engine.manager.about import software_version
 from ckpt_engine.manager.errors import problem_document
