@@ -15,7 +15,7 @@ import torch
 from ckpt_engine.core.offers import region_offered
 from ckpt_engine.core.rates import Rate
 from ckpt_engine.relay.arena import Arena
-from ckpt_engine.transport.base import ChunkAsk, ChunkRuns, LentChunks, Network
+from ckpt_engine.transport.base import ChunkAsk, ChunkRuns, DeltaSource, LentChunks, Network
 from ckpt_engine.transport.tcp.asker import TcpAsker
 from ckpt_engine.transport.tcp.lending import TcpLending
 from ckpt_engine.transport.tcp.server import TcpChunkLender
@@ -68,8 +68,9 @@ class Owner:
         verified: Collection[int] = range(len(CHUNKS)),
         chunks: Sequence[ChunkRuns] = CHUNKS,
         passed: Callable[[Rate], None] = lambda rate: None,
+        deltas: DeltaSource | None = None,
     ) -> TcpLending:
-        lending = self.lender.lend(LentChunks(slot, key, chunks.__getitem__, range(len(chunks)), passed))
+        lending = self.lender.lend(LentChunks(slot, key, chunks.__getitem__, range(len(chunks)), passed, deltas))
         for chunk in verified:
             lending.verified(chunk)
         return lending
