@@ -67,6 +67,8 @@ class Rollbacks:
         options = complete(request.options)
         without = manager_pb2.UpdateOptions(prefetch=manager_pb2.PREFETCH_AUTO, until=manager_pb2.UNTIL_INSTALLED)
         unknown = set(difference((options, without))) - {"pause_mode", "replicas", "pool", "draft"}
+        if options.strategy == "all":  # which callers say by default
+            unknown -= {"strategy"}
         if unknown:
             raise invalid(f"a rollback has no option {' and '.join(sorted(unknown))}")
         self.numbers += 1
