@@ -32,7 +32,7 @@ COMMANDS = {
     "deploy": "Show deployments in waves, and decide them.",
     "rollback": "Bring replicas back to a version that is still held.",
     "replica": "List replicas, or do something about one.",
-    "version": "List the versions that can be read or gone back to.",
+    "version": "List the versions that can be read, or find a bad one.",
     "lineage": "List lineages, and what uses each, or end one.",
     "pull": "Write the weights of a version into a directory.",
     "status": "Show lineages, trainers, replicas and what they serve.",
@@ -60,7 +60,10 @@ OPERATIONS = {
         "sleep": "Have replicas give their memory up.",
         "wake": "Have replicas take their memory back.",
     },
-    "version": {"list": "Show each version, where it is held and served."},
+    "version": {
+        "list": "Show each version, where it is held and served.",
+        "bisect": "Find the first bad version between two.",
+    },
     "lineage": {
         "list": "Show each lineage: its ranks, its versions, its replicas.",
         "evict": "End a run: send its ranks away.",
