@@ -82,7 +82,7 @@ class Chaos:
             self.holder_copies,
             self.somebody_prepares,
         ]
-        operated = (self.somebody_goes_back, self.somebody_holds)
+        operated = (self.somebody_goes_back, self.somebody_holds, self.somebody_decides)
         actions += [action for action in operated if action.__name__ in self.scenario.slant.often]
         if self.scenario.crashes:
             actions += [
@@ -339,6 +339,19 @@ class Chaos:
         else:
             self.world.note(f"somebody holds {agent.name}")
             manager.operate(manager_pb2.HoldReplicaRequest(name=agent.name))
+
+    def somebody_decides(self) -> None:
+        """A person approves an undecided deployment, mostly; or pauses, resumes or undoes it."""
+        manager = self.scenario.cluster.manager
+        if manager is None or not manager.alive:
+            return
+        steer = manager_pb2.SteerDeploymentRequest
+        actions = (steer.ACTION_APPROVE,) * 4 + (steer.ACTION_PAUSE, steer.ACTION_RESUME, steer.ACTION_RESUME)
+        action = self.world.random.choice((*actions, steer.ACTION_UNDO))
+        for row in manager.machine.status().deployments:
+            if row.state == manager_pb2.Deployment.STATE_UNDECIDED:
+                self.world.note(f"somebody says {steer.Action.Name(action)} to deployment {row.number}")
+                manager.operate(steer(number=row.number, action=action))
 
     def somebody_goes_back(self) -> None:
         """An operator names a version that was meant for installing once, mostly one that a holder has a copy of, and

@@ -32,6 +32,7 @@ class Healed:
         self.world.run(self.world.now + 2 * self.scenario.deadlines.lease + self.scenario.deadlines.update / 2)
         self._nobody_gave_up()
         self._release_all()
+        self._undo_all()
         self._evict_the_dead()
         self._wake_all()
         self._nothing_is_paused()
@@ -76,6 +77,15 @@ class Healed:
         assert manager is not None
         for name in list(manager.machine.holds()):
             manager.operate(manager_pb2.ReleaseReplicaRequest(name=name))
+
+    def _undo_all(self) -> None:
+        """What waits for a person is undone: nobody is left to approve it."""
+        manager = self.scenario.cluster.manager
+        assert manager is not None
+        undo = manager_pb2.SteerDeploymentRequest.ACTION_UNDO
+        for row in manager.machine.status().deployments:
+            if row.state == manager_pb2.Deployment.STATE_UNDECIDED:
+                manager.operate(manager_pb2.SteerDeploymentRequest(number=row.number, action=undo))
 
     def _evict_the_dead(self) -> None:
         """Killed for good, with their engines: only an operator knows that, and until then they count as missing."""

@@ -31,6 +31,7 @@ from tests.simulation.engine import CLEAN, DIRTY, Engine, Worker
 from tests.simulation.hosts import WORKERS_READ, ways
 from tests.simulation.mechanism import Mechanism
 from tests.simulation.nodes import LeadingAgentShell, SpreadEngine
+from tests.simulation.waves import Waves
 from tests.simulation.weights import HeldSource, ref_of
 from tests.simulation.world import BrokenPromiseError
 
@@ -54,6 +55,7 @@ class Invariants:
         self.scenario = scenario
         self.world = scenario.world
         self.mechanism = Mechanism(scenario)
+        self.waves = Waves(scenario)
         self.outcomes: dict[str, int] = {}
         self._installs: dict[tuple[AgentShell, int], float] = {}
         self._highest_intent: dict[int, int] = {}  # by the manager's generation
@@ -246,6 +248,7 @@ class Invariants:
         if self.scenario.chaos is not None:
             self.scenario.chaos.seen(command)
         self.mechanism.command(manager, command)
+        self.waves.command(manager, command)
         match command:
             case events.Send(peer, manager_pb2.Install() as body):
                 self._install_fence(manager, peer, body.fence)

@@ -223,6 +223,11 @@ class ManagerShell(Shell):
             self.feed(events.SleepCall(call, request))
         return over
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether it waits for the ledger to have written an intent."""
+        return any(not write.ready for write in self._writes)
+
     def operate(self, request: events.OperatorRequest) -> Signal:
         """An operator's call has arrived; its response, or its problem."""
         self._names += 1

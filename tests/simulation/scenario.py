@@ -82,7 +82,8 @@ class Slant:
     held: how often callers return when these hold the version. withdraws: how often a run takes back what it published
     after an update. far: whether there are several hosts, which only relays reach over a network. collective: how many
     runs publish for collectives alone; then there are no relays. pools: whether replicas and runs are in two pools.
-    nodes: how many replicas span nodes. early: whether workers have stage memory.
+    nodes: how many replicas span nodes. early: whether workers have stage memory. staged: how many updates are deployed
+    in waves; then there are more replicas.
     """
 
     without: frozenset[str] = frozenset()
@@ -97,6 +98,7 @@ class Slant:
     pools: bool = False
     nodes: float = 0.0
     early: bool = False
+    staged: float = 0.0
 
 
 class Scenario:
@@ -149,7 +151,7 @@ class Scenario:
     def _tell(self, bad_seconds: float) -> None:
         random = self.world.random
         self.start_manager()
-        for _ in range(random.randint(1, 3)):
+        for _ in range(random.randint(3, 5) if self.slant.staged else random.randint(1, 3)):
             self.join_replica()
         self.start_group()
         for pool in self.pools[1:]:
@@ -215,9 +217,13 @@ class Scenario:
             self.ledger,
             self.deadlines,
             self.invariants.watch,
-            self.invariants.mechanism.took,
+            self._took,
             self.machines.manager,
         )
+
+    def _took(self, manager: ManagerShell, event: object) -> None:
+        self.invariants.mechanism.took(manager, event)
+        self.invariants.waves.took(manager, event)
 
     @property
     def pools(self) -> tuple[str, ...]:

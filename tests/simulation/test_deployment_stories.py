@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from ckpt_engine import options
+from ckpt_engine.commands import choices
+from ckpt_engine.machines.manager import deploy
 from ckpt_engine.v1 import manager_pb2
 from tests.simulation.story import NEW, OLD, Problem, Story, outcomes, refused
 from tests.simulation.training import Group
@@ -221,6 +224,11 @@ def test_an_engine_that_fails_brings_the_others_back(story: Story, strategy: str
     story.start_engine(story.agents[name])
     story.wait(20.0)
     assert serve(story) == [0] * 4, "a restart gets the base"
+
+
+def test_every_strategy_has_its_name_wherever_it_is_given() -> None:
+    assert {*options.STRATEGIES} == {*choices.Strategy} == {"all", *deploy.STRATEGIES}
+    assert {*options.NEWER} == {*choices.Newer}
 
 
 def test_options_that_contradict_each_other_are_refused(story: Story) -> None:

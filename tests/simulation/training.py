@@ -79,12 +79,18 @@ class Training:
         agents = [name for name, agent in scenario.agents.items() if agent.pool == pool]
         wanted = [name for name in agents if self.world.chance(0.5)] if some else []
         prefetch, until = self._by_relay()
+        staged = None
+        if scenario.slant.staged and scenario.chaos is not None and self.world.chance(scenario.slant.staged):
+            staged = self._in_waves()
         calls: list[Process] = []
         for trainer in group.trainers:
             options = manager_pb2.UpdateOptions(
                 timeout_seconds=self.world.random.choice((0.0, 12.0)), prefetch=prefetch, until=until, pool=pool
             )
             request = manager_pb2.UpdateWeightsRequest(options=options)
+            if staged is not None:
+                options.MergeFrom(staged)
+                request.options.CopyFrom(options)
             if version is not None:
                 request.version = version
             elif self.world.chance(self.scenario.faults.task / 5):
@@ -92,7 +98,7 @@ class Training:
             if wanted:
                 request.options.replicas.extend(wanted)
                 request.options.min_replicas = len(wanted)
-            elif group.number % 4 == 3:
+            elif group.number % 4 == 3 and scenario.chaos is not None:  # else a report is ok without all replicas
                 request.options.min_replicas = 1
             calls.append(self.world.spawn(self._call(trainer, request)))
         reports = []
@@ -103,6 +109,20 @@ class Training:
             return None
         scenario.succeeded += reports[0].ok or reports[0].held
         return reports[0]
+
+    def _in_waves(self) -> manager_pb2.UpdateOptions:
+        """How a version is deployed in waves. Not at a story's end: relays may hold nothing to go back to by then."""
+        random = self.world.random
+        strategy = random.choice(("rolling", "rolling", "canary", "canary", "all_or_none"))
+        options = manager_pb2.UpdateOptions(strategy=strategy, until=manager_pb2.UNTIL_INSTALLED)
+        options.until = random.choice((manager_pb2.UNTIL_INSTALLED, manager_pb2.UNTIL_FIRST_WAVE))
+        if strategy != "all_or_none":
+            options.wave_replicas = random.choice((0, 1, 2))
+            if self.world.chance(0.5):
+                options.conditions.add(name="time", value=random.choice((0.5, 2.0)))
+        if self.world.chance(0.6):
+            options.newer = manager_pb2.NEWER_WAIT
+        return options
 
     def _withdraw(self) -> Steps:
         """All ranks take back what they publish, and offer it again a while later."""

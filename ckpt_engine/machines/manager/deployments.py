@@ -31,6 +31,7 @@ from ckpt_engine.machines.manager.claims import Claim
 from ckpt_engine.machines.manager.deploy import Deployment, Facts, Fleet, Verdict
 from ckpt_engine.machines.manager.goal import Goal, QueuedGoal
 from ckpt_engine.machines.manager.jobs import Started
+from ckpt_engine.machines.manager.recipients import HEALTH
 from ckpt_engine.machines.manager.report import judge, presumed_outcome
 from ckpt_engine.machines.manager.staging import observed
 from ckpt_engine.machines.manager.state import ManagerState
@@ -197,6 +198,8 @@ class Deployments:
                     course.failures.pop(name, None)
                     continue
             problem = update.refusal if outcome is None else outcome.problem
+            if outcome is None and problem is not None and problem.code in HEALTH:
+                continue  # of what it was to read, mostly; `wave_seconds` ends that
             course.tries[name] = course.tries.get(name, 0) + 1
             closed = outcome is not None and outcome.outcome == manager_pb2.OUTCOME_QUARANTINED
             if (closed and name not in update.unresolved) or course.tries[name] >= CATCH_UP_ATTEMPTS:

@@ -123,6 +123,8 @@ class RelayPlacing:
         """Decides which relays are filled. before: the fillings that installs of the update before this one read."""
         last = self._state.versions.last.get(self._goal.lineage)
         self._keep = None if last is None else last.identity
+        if self._goal.staging is not None:
+            self._keep = self._goal.staging.base
         if before is not None:
             self._keep = before._identity
             self._kept_tables = {

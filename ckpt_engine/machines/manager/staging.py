@@ -54,13 +54,7 @@ def stage(state: ManagerState, goal: Goal, options: manager_pb2.UpdateOptions) -
             "a rollback"
         )
     base = max(known, key=lambda commit: commit.epoch)
-    if lacking := _cannot_go_back(state, base.identity, goal.replicas):
-        raise precondition(
-            f"strategy {options.strategy!r} must be able to bring replicas back to {base.identity}, and nothing that "
-            f"{some(lacking)} could read it from goes on holding it: run a relay on each of their hosts and update "
-            "with prefetch='always' or a strategy, so that relays hold what is served; or use strategy 'all'",
-            replica=lacking[0],
-        )
+    check_way_back(state, options.strategy, base.identity, goal.replicas)
     goal.staging = Staging(
         base=base.identity,
         base_epoch=base.epoch,
@@ -81,12 +75,31 @@ def stage(state: ManagerState, goal: Goal, options: manager_pb2.UpdateOptions) -
     return goal
 
 
+def check_way_back(state: ManagerState, strategy: str, base: Version, replicas: Collection[str]) -> None:
+    """Raises FAILED_PRECONDITION if something near one of these replicas does not go on holding the base: before
+    anything is sealed, and again before the first wave is committed."""
+    if lacking := _cannot_go_back(state, base, replicas):
+        raise precondition(
+            f"strategy {strategy!r} must be able to bring replicas back to {base}, and nothing that {some(lacking)} "
+            "could read it from goes on holding it: run a relay on each of their hosts and update with "
+            "prefetch='always' or a strategy, so that relays hold what is served; or use strategy 'all'",
+            replica=lacking[0],
+        )
+
+
 def observed(replica: Replica | None, target: Version, failure: str = "") -> Observed:
     """What was heard last of a participant. failure: why it could not be brought to the target."""
     if replica is None:
         return Observed(failure=failure)
     has_target = replica.serving and replica.holds(target)
     return Observed(replica.peer is not None, replica.serving, has_target, failure)
+
+
+def check_staged(course: Course, target: Version, prepared: Sequence[str]) -> None:
+    """Raises FAILED_PRECONDITION if there is no way back for these replicas any more."""
+    staging = course.goal.staging
+    if staging is not None and staging.base != target:
+        check_way_back(course.state, staging.strategy, staging.base, prepared)
 
 
 def first_wave(course: Course, target: Version, prepared: Sequence[str], fence: Fence) -> Deployment | None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from ckpt_engine.core.enums import enum_word
-from ckpt_engine.core.problems import deadline, unavailable
+from ckpt_engine.core.problems import CkptEngineError, deadline, unavailable
 from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.events import Compiled, CompilePlans, Done, Key, RecordIntent, RecordOutcome
 from ckpt_engine.machines.manager.absences import Absences, CallerAbsent, MemberAbsent, Ranks
@@ -39,7 +39,7 @@ from ckpt_engine.machines.manager.plan_pipeline import Failed, Planned, PlanPipe
 from ckpt_engine.machines.manager.recipients import Recipients
 from ckpt_engine.machines.manager.relay_facts import led_by_lost_relays, near_relays, relay_hosts
 from ckpt_engine.machines.manager.report import build_report, tell_not_finite
-from ckpt_engine.machines.manager.staging import first_wave, take_first_wave
+from ckpt_engine.machines.manager.staging import check_staged, first_wave, take_first_wave
 from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.machines.manager.update_relays import UpdateRelays
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -240,6 +240,10 @@ class CandidateJob(Job):
                 return Over(parts.relays.trainer_gone or parts.relays.late_problem or problem)
         if (problem := course.refusal(identity, now)) is not None:
             return Over(problem)
+        try:
+            check_staged(course, identity, parts.recipients.prepared())
+        except CkptEngineError as error:
+            return Over(error.problem)
         fence = course.state.next_install()
         parts.recipients.decide(fence, identity, parts.collective.replicas)
         course.state.claims.only_reads(course.number)
