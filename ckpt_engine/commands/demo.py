@@ -71,7 +71,7 @@ def demo(
     if standby and (page or hosts > 1):
         raise typer.BadParameter("--standby runs on this machine, without --page and --hosts")
     if standby and updates < 2:
-        raise typer.BadParameter("--standby kills the manager in an update after the first: use --updates 2 or more")
+        raise typer.BadParameter("--standby kills the manager in a later update than the first: --updates 2 or more")
     settings = DemoSettings(
         engine=engine,
         updates=updates,

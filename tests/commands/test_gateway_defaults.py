@@ -21,7 +21,7 @@ def test_a_manager_and_a_gateway_run_on_one_host_as_they_are() -> None:
 def test_the_variable_names_its_manager_unless_replicas_are_given(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_ENGINE_MANAGER", "nonsense")
     refused = run("gateway")
-    assert (refused.exit_code, "--manager 'nonsense' is not an address" in refused.stderr) == (1, True)
+    assert (refused.exit_code, "must be HOST:PORT, not 'nonsense'" in refused.stderr) == (1, True)
     refused = run("gateway", "--replica", "ftp://here")
     assert (refused.exit_code, "ftp://here" in refused.stderr) == (1, True)
     refused = run("gateway", "--replica", "http://here:1", "--manager", "there:1")
