@@ -1,5 +1,5 @@
-"""Public calls of the manager, each written once for `Client` and `AsyncClient`: method, request, time limit, and how its
-answer is read.
+"""Public calls of the manager, each written once for `Client` and `AsyncClient`: method, request, time limit, and
+how its answer is read.
 
 Decides what a call asks and what its answer means. How it is sent and waited for is the clients' (client.py).
 """
