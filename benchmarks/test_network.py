@@ -21,7 +21,7 @@ from benchmarks.network_host import WAYS
 from benchmarks.test_relay import LAYER, Trainer
 from ckpt_engine.core.sealed_record import ProvenRecord
 from ckpt_engine.host.relay_directory import DIRECTORY
-from ckpt_engine.relay.slots import FillWish
+from ckpt_engine.relay.slots import FillWish, Want
 from ckpt_engine.v1.weights_pb2 import Identity, SourceTable
 from tests.line_process import LineProcess
 from tests.network.hosts import hosts
@@ -34,7 +34,7 @@ MEMORY = 3 << 30
 
 def wish_of(recorded: ProvenRecord, table: SourceTable) -> FillWish:
     identity = Identity(lineage="run", version=1, root=recorded.root)
-    return FillWish(identity, recorded.record, [table], [], everything=True)
+    return FillWish(identity, recorded.record, [table], Want(everything=True))
 
 
 def test_relay_to_relay(benchmark: BenchmarkFixture, tmp_path: Path) -> None:

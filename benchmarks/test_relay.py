@@ -29,7 +29,7 @@ from ckpt_engine.core.sealed_record import ProvenRecord, read_record
 from ckpt_engine.digest.host import HostDigests
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.host.relay_directory import DIRECTORY
-from ckpt_engine.relay.slots import FillWish, Slots
+from ckpt_engine.relay.slots import FillWish, Slots, Want
 from ckpt_engine.source.digests import digest_atoms
 from ckpt_engine.transport.shared_memory.memory import SharedArena, SharedMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Digests, Identity, Need, SourceTable, TensorSpec, WorkerNeeds
@@ -100,7 +100,9 @@ def test_filling_a_slot(
     needs = trainer.needs(ranks)
     recorded = trainer.sealed(needs)
     slots = Slots("a", this_host(), 3 << 30, {"shared_memory": SharedMemoryTransport()})
-    wish = FillWish(Identity(lineage="run", version=1, root=recorded.root), recorded.record, [trainer.table], needs)
+    wish = FillWish(
+        Identity(lineage="run", version=1, root=recorded.root), recorded.record, [trainer.table], Want(needs)
+    )
     began = time.perf_counter()
     held = slots.fill(0, wish, 600.0)
     first = time.perf_counter() - began

@@ -33,7 +33,7 @@ from ckpt_engine.core.sealed import check_replicas
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.host.relay_directory import DIRECTORY
 from ckpt_engine.relay import batches
-from ckpt_engine.relay.slots import FillWish, Slots
+from ckpt_engine.relay.slots import FillWish, Slots, Want
 from ckpt_engine.transport.registry import all_transports
 from ckpt_engine.v1.weights_pb2 import Digests, Identity, Need, SourceTable, WorkerNeeds
 from tests.cluster import Cluster, running_cluster
@@ -139,7 +139,7 @@ def test_filling_from_a_gpu(
         values = trainer.ask("trainer.seal_atoms", atoms=plans.atoms[0].SerializeToString().hex())
         found = check_replicas(plans, {0: Digests(values=values)})
         identity = Identity(lineage="run", version=1, root=found.root())
-        wish = FillWish(identity, record_of(found), [table], needs)
+        wish = FillWish(identity, record_of(found), [table], Want(needs))
         ceiling = CopyCeiling("cuda:0", "cpu", 2 << 30)
         slots = Slots("a", this_host(), MEMORY, all_transports(), 5.0)
         try:

@@ -19,7 +19,7 @@ from ckpt_engine.host.facts import this_host
 from ckpt_engine.host.relay_directory import DIRECTORY
 from ckpt_engine.relay import batches
 from ckpt_engine.relay.arena import Arena
-from ckpt_engine.relay.slots import FillWish, Slots, SlotVersion
+from ckpt_engine.relay.slots import FillWish, Slots, SlotVersion, Want
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.registry import all_transports
 from ckpt_engine.v1.weights_pb2 import Digests, Identity, Need, SourceTable, WorkerNeeds
@@ -59,7 +59,7 @@ def wish(trainer: Peer, table: SourceTable, version: int, needs: list[WorkerNeed
     values = trainer.ask("trainer.seal_atoms", atoms=plans.atoms[0].SerializeToString().hex())
     found = check_replicas(plans, {0: Digests(values=values)})
     identity = Identity(lineage="run", version=version, root=found.root())
-    return FillWish(identity, record_of(found), [table], needs, everything=not needs)
+    return FillWish(identity, record_of(found), [table], Want(needs, not needs))
 
 
 def tensors_of(held: SlotVersion) -> dict[str, torch.Tensor]:
