@@ -20,6 +20,7 @@ from tests.engines.quantised_models import dense, experts
 from tests.engines.quantised_models import write as write_files
 from tests.engines.sglang_server import OVERLAY, PYTHON, STUBS, needs_sglang
 from tests.engines.test_vllm_models import SMALL, deepseek_v2, gpt2, llama, qwen2, qwen3_mixture
+from tests.engines.vision_models import qwen2_5_vl, qwen3_vl, save_model
 
 pytestmark = needs_sglang
 
@@ -66,6 +67,14 @@ KINDS = {
     "gpt2-transposed": Kind(gpt2, {"fc": "transformer.h.1.mlp.c_fc.weight"}),
     "phi3-fused": Kind(phi3, {"qkv": "model.layers.0.self_attn.qkv_proj.weight"}),
     "deepseek-absorbed": Kind(deepseek, {"kv_b_proj": "model.layers.1.self_attn.kv_b_proj.weight"}),
+    "qwen2.5-vl": Kind(qwen2_5_vl, {**DENSE, "tower": "visual.blocks.1.attn.qkv.weight"}),
+    "qwen3-vl": Kind(
+        qwen3_vl,
+        {
+            "o_proj": "model.language_model.layers.1.self_attn.o_proj.weight",
+            "tower": "model.visual.blocks.1.attn.qkv.weight",
+        },
+    ),
     "qwen2-int8": Kind(qwen2, DENSE | {"scale": "model.layers.0.mlp.up_proj.weight_scale"}, "int8"),
     "qwen3-fp8": Kind(dense, DENSE, "online"),
     "qwen3-fp8-experts": Kind(experts, DENSE | EXPERT, "online"),
@@ -97,6 +106,9 @@ def write(kind: Kind, folder: Path) -> None:
     for version in (1, 2):
         path = folder / str(version)
         path.mkdir(parents=True)
+        if kind.make in (qwen2_5_vl, qwen3_vl):
+            save_model(kind.make(), version, path)
+            continue
         weights = write_files(kind.make(), version, path, block_wise=kind.quantised == "block-wise")
         described = json.loads((path / "config.json").read_text())
         if kind.make is deepseek:  # what DeepSeek's own configuration says, and transformers leaves out
