@@ -274,8 +274,8 @@ def test_what_cannot_be_started_is_refused_by_name() -> None:
         (GatewaySettings(replicas=("http://b:port",)), "is not a URL"),
         (GatewaySettings(replicas=("http://b:8000/v1/",)), "write http://b:8000"),
         (GatewaySettings(replicas=("http://b:8000/generate?x=1",)), "write http://b:8000"),
-        (GatewaySettings(manager="nowhere"), "--manager 'nowhere' is not an address"),
-        (GatewaySettings(manager="http://a:1"), "is a URL: write host:port alone"),
+        (GatewaySettings(manager="nowhere"), "the manager's address must be HOST:PORT, not 'nowhere'"),
+        (GatewaySettings(manager="http://a:1"), "not the URL 'http://a:1': try 'a:1'"),
         (GatewaySettings(manager="a:1", listen="0.0.0.0:8080"), "--insecure"),
     ):
         with pytest.raises(CkptEngineError, match=re.escape(why)):
