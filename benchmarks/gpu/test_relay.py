@@ -106,20 +106,6 @@ def needs_of(table: SourceTable, ranks: int) -> list[WorkerNeeds]:
     return found
 
 
-def brought(line: list[batches.PieceBatch]) -> None:
-    """Copied into the slot, and not digested."""
-    for number, batch in enumerate(line):
-        for later in line[number : number + 1 + batch.ahead]:
-            later.start()
-        batch.bring(lambda: None)
-
-
-def digested(line: list[batches.PieceBatch]) -> None:
-    """As they lie in the slot, one batch after the other."""
-    for batch in line:
-        batch.digest()
-
-
 @pytest.mark.parametrize("read_back", [2, 1, 0], ids=["digested by both", "by the GPU", "by processors"])
 @pytest.mark.parametrize("ranks", [1, 2], ids=["whole tensors", "TP2"])
 def test_filling_from_a_gpu(
@@ -147,7 +133,6 @@ def test_filling_from_a_gpu(
             held = slots.fill(0, wish, 300.0)
             first = time.perf_counter() - began
             assert not held.filled.missing, (held.filled.missing[0].problem.message, held.filled.faults)
-            (ready,) = [each for each in slots._ready if each is not None]
 
             def once() -> None:
                 series.add(ceiling_GB_s=ceiling.once())
@@ -157,11 +142,6 @@ def test_filling_from_a_gpu(
                 series.add(fill_seconds=filled.seconds)
 
             benchmark.pedantic(once, rounds=ROUNDS, warmup_rounds=WARMUP)
-            for _ in range(3):
-                for name, work in (("copy", brought), ("digest", digested)):
-                    began = time.perf_counter()
-                    work(ready.filling._batches)
-                    series.add(**{f"{name}_alone_seconds": time.perf_counter() - began})
             context, pages, nodes = slots.gpu_context_bytes, slots.pages, slots._arena.nodes
             size = held.layout.bytes
         finally:
@@ -173,8 +153,6 @@ def test_filling_from_a_gpu(
                 "bytes": size,
                 "fill_GB_s": rate,
                 "share_of_pinned_ceiling": rate / series.median("ceiling_GB_s", ROUNDS),
-                "copy_alone_GB_s": size / series.median("copy_alone_seconds", 3) / 1e9,
-                "digest_alone_GB_s": size / series.median("digest_alone_seconds", 3) / 1e9,
                 "first_filling_seconds": first,
                 "gpu_context_bytes": context,
                 "pages": pages,
