@@ -479,3 +479,17 @@ async def test_lines_of_reports_are_kept_until_they_are_corrected(tmp_path: Path
         assert [each.ok for each in await lines.newest(9)] == [True]
     finally:
         await ledger.close()
+
+
+async def test_operators_decide_about_deployments(client: httpx.AsyncClient) -> None:
+    for action in ("approve", "pause", "resume", "undo"):
+        answer = await client.post(f"/v1/deployments/{action}", json={})
+        assert (answer.status_code, "undecided are: none" in answer.json()["detail"]) == (404, True)
+    other = await client.post("/v1/deployments/undo", json={"action": "ACTION_APPROVE"})
+    assert (other.status_code, "leave the action out" in other.json()["detail"]) == (400, True)
+    assert (await client.post("/v1/deployments/finish", json={})).status_code in (400, 404, 422)
+
+
+async def test_deciding_about_deployments_wants_a_token(asking: ManagerServer, keys: Keys) -> None:
+    async with keys.browser(asking) as stranger:
+        assert (await stranger.post("/v1/deployments/undo", json={})).status_code == 401
