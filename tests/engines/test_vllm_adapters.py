@@ -136,9 +136,12 @@ def test_streams_keep_the_version_that_they_began_with(world: World) -> None:
     answers: list[Any] = []
     with world.trainer("policy") as trainer:
         trainer.publish(adapter(model, base=world.root))
+        stir(model, 3)
+        world.note("policy@3", model)
+        assert trainer.update_weights(version=3).ok
         streams = [Stream(lambda: ask(world.replica, "policy", 60)) for _ in range(8)]
         try:
-            for version in range(3, 11):
+            for version in range(4, 11):
                 stir(model, version)
                 world.note(f"policy@{version}", model)
                 # All places may be in use by requests; then the version comes once one has ended.
