@@ -223,6 +223,8 @@ def test_options_travel_and_come_back() -> None:
         "prefetch": "never",
         "until": "installed",
         "dry_run": True,
+        "draft": "update",
+        "strategy": "all",
     }
     message = options_message(options)
     assert message == manager_pb2.UpdateOptions(
@@ -234,6 +236,8 @@ def test_options_travel_and_come_back() -> None:
         prefetch=manager_pb2.PREFETCH_NEVER,
         until=manager_pb2.UNTIL_INSTALLED,
         dry_run=True,
+        draft=manager_pb2.DRAFT_UPDATE,
+        strategy="all",
     )
     assert options_of(message) == options
     assert options_message({}, "mine").pool == "mine"
