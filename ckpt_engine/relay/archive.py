@@ -54,6 +54,8 @@ _WEIGHTS, _ABOUT, _LOCK = "weights", "version", "lock"
 _ALIGNMENT = 64
 _WRITE_BYTES = 16 << 20
 _SPARE = 1.05  # of a version's size is to be free before it is written
+_CHECK_BYTES = 256 << 20  # hashed between two looks at whether the relay is being stopped
+_CLOSE_SECONDS = 5.0  # that a disk which is being written may take to notice
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,8 @@ class Archive:
         try:
             self._check(self._about(found.folder), found.table)
         except (CkptEngineError, OSError, DecodeError) as error:
+            if self._closed:
+                return False
             self._set_aside(found, _words(error))
             return True
         return False
@@ -198,12 +202,18 @@ class Archive:
         raise precondition(f"this archive does not have version {version}, as the atoms have it")
 
     def close(self) -> None:
-        """Ends what is being written, and gives the directory up. May be repeated."""
+        """Ends what is being written, and gives the directory up. May be repeated. Waits for a disk at most
+        `_CLOSE_SECONDS`; the directory is then given up with the process."""
         self._closed = True
-        with self._writing:
+        if not self._writing.acquire(timeout=_CLOSE_SECONDS):
+            log.warning("the archive %s is left while its disk still writes a part of a version", self._directory)
+            return
+        try:
             if self._descriptor >= 0:
                 os.close(self._descriptor)
                 self._descriptor = -1
+        finally:
+            self._writing.release()
 
     # -- writing
 
@@ -232,9 +242,20 @@ class Archive:
             at += os.write(descriptor, data[at : at + _WRITE_BYTES])
 
     def _check(self, about: ArchivedVersion, table: SourceTable) -> None:
-        """Reads a version back. Raises DATA_LOSS, naming a tensor, unless it is as it was sealed."""
+        """Reads a version back. Raises DATA_LOSS, naming a tensor, unless it is as it was sealed; ABORTED once the
+        archive is closed."""
         recorded = read_record(about.record, about.identity.root)
-        values = digest_boxes([(view, shard.start) for view, shard in zip(_mapped(table), table.shards, strict=True)])
+        boxes = [(view, shard.start) for view, shard in zip(_mapped(table), table.shards, strict=True)]
+        values: list[int] = []
+        while len(values) < len(boxes):
+            if self._closed:
+                raise aborted("the relay is being stopped")
+            first, size = len(values), 0
+            last = first
+            while last < len(boxes) and size < _CHECK_BYTES:
+                size += boxes[last][0].nbytes
+                last += 1
+            values += digest_boxes(boxes[first:last])
         place = {spec.name: number for number, spec in enumerate(about.record.manifest.tensors)}
         sums = np.zeros(len(recorded.values), dtype=np.uint64)
         cells: dict[int, str] = {}
@@ -249,14 +270,23 @@ class Archive:
                 raise data_loss(f"tensor {name} on the disk has other bytes than were sealed", [name])
 
     def _make_room(self, size: int) -> None:
-        """Removes the oldest versions until there is room for `size` bytes. Raises UNAVAILABLE if there never is."""
-        while shutil.disk_usage(self._directory).free < size * _SPARE:
+        """Removes what is damaged, and then the oldest versions, until there is room for `size` bytes. Raises
+        UNAVAILABLE, and has removed no version, if removing all of them would not do."""
+        if self._free() < size * _SPARE:
+            for damaged in self._directory.glob(f"{_ASIDE}*"):
+                _remove(damaged)
+        if (free := self._free()) + self.bytes < size * _SPARE:
+            raise unavailable(
+                f"a version of {in_words(size)} is not archived: {self._directory} has {in_words(free)} free, and to "
+                f"remove the {len(self.versions)} older ones would not make enough room"
+            )
+        while self._free() < size * _SPARE:
             with self._lock:
                 oldest = self._versions.pop(0) if self._versions else None
             if oldest is None:
-                free = shutil.disk_usage(self._directory).free
                 raise unavailable(
-                    f"a version of {in_words(size)} is not archived: {self._directory} has {in_words(free)} free"
+                    f"a version of {in_words(size)} is not archived: {self._directory} has {in_words(self._free())} "
+                    "free, without older versions"
                 )
             log.warning(
                 "version %d of %s leaves the archive: the disk is full",
@@ -264,6 +294,13 @@ class Archive:
                 oldest.identity.lineage,
             )
             _remove(oldest.folder)
+
+    def _free(self) -> int:
+        """Bytes that the disk has. Raises UNAVAILABLE if it does not say."""
+        try:
+            return shutil.disk_usage(self._directory).free
+        except OSError as error:
+            raise unavailable(f"--archive {self._directory} cannot be used: {error.strerror}") from error
 
     # -- reading
 
@@ -279,6 +316,8 @@ class Archive:
                     log.error("%s in the archive cannot be read, and is not offered: %s", folder, _words(error))
         versions = [each for _, each in sorted(found, key=lambda pair: pair[0])]
         for each in versions[: -self._keep]:
+            number, lineage = each.identity.version, each.identity.lineage
+            log.warning("version %d of %s leaves the archive: --keep is %d", number, lineage, self._keep)
             _remove(each.folder)
         return versions[-self._keep :]
 

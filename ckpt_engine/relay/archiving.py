@@ -54,7 +54,11 @@ class Archiving:
             name = f"version {self._waiting.identity.version} of {self._waiting.identity.lineage}"
             log.warning("%s is not archived: the next one came before it was written", name)
         self._waiting = held
-        if not self._writes:
+        self._begin()
+
+    def _begin(self) -> None:
+        """Has what waits written, unless that is going on."""
+        if self._waiting is not None and not self._writes:
             self._writes = True
             self._loop.run_in_executor(self._thread, self._write_all)
 
@@ -79,8 +83,9 @@ class Archiving:
             began = time.monotonic()
             try:
                 changed = self._archive.write(held)
-            except CkptEngineError as error:
-                log.warning("%s", error.problem.message)
+            except Exception as error:  # one version costs nothing of the next ones
+                words = error.problem.message if isinstance(error, CkptEngineError) else f"not archived: {error!r}"
+                log.warning("%s", words)
                 changed = True  # older ones may have been removed for it
             else:
                 if changed:
@@ -92,13 +97,17 @@ class Archiving:
                     )
             if changed:
                 self._loop.call_soon_threadsafe(self._tell)
-        self._writes = False
+        self._loop.call_soon_threadsafe(self._rest)
 
     def _verify(self, identity: weights_pb2.Identity) -> None:
         if self._archive.verify(identity):
             self._loop.call_soon_threadsafe(self._tell)
 
     # -- on the loop
+
+    def _rest(self) -> None:
+        self._writes = False
+        self._begin()  # one may have come between the thread's last look and now
 
     def _tell(self) -> None:
         self._session.feed(HoldVersions(self._archive.versions))

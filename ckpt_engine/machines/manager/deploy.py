@@ -227,7 +227,7 @@ STRATEGIES: Mapping[str, WaveRule] = {
 def _waiting(deployment: Deployment, fleet: Fleet) -> list[str]:
     """The participants that are there and in no wave yet. Those that are lost hold nothing up: they follow the decision
     when they are back."""
-    return [name for name in deployment.participants if name not in deployment.in_waves and fleet[name].connected]
+    return [name for name, each in fleet.items() if name not in deployment.in_waves and each.connected]
 
 
 def strategy_of(name: str) -> WaveRule:
@@ -241,6 +241,8 @@ def strategy_of(name: str) -> WaveRule:
 def judge_wave(deployment: Deployment, fleet: Fleet, seconds: float) -> Judgement:
     """Whether the last wave has ended, `seconds` after its commit. It is met when all its replicas serve the target,
     but for as many as may fail; a replica that is not there by `wave_seconds` has failed."""
+    if not deployment.participants:
+        return Judgement(Verdict.BROKEN, "all of its replicas said goodbye or were evicted")
     wave = [name for name in deployment.waves[-1].replicas if name in fleet]
     overdue = f"it does not serve the version {deployment.wave_seconds:g} s after it was to"
     failed, lacking = {}, []
@@ -286,7 +288,9 @@ Step: TypeAlias = Decide | NextWave | Judgement
 def next_step(deployment: Deployment, fleet: Fleet, facts: Facts) -> Step:
     """What comes after a wave that has ended, or at the beginning."""
     strategy = STRATEGIES[deployment.strategy]
-    if not _waiting(deployment, fleet):
+    if not deployment.participants:
+        return Decide(UNDONE, "all of its replicas said goodbye or were evicted")
+    if deployment.in_waves.issuperset(fleet):
         return Decide(DEPLOYED)
     if deployment.waves:
         judgements = [CONDITIONS[each.name](each.value, facts) for each in deployment.conditions]
@@ -299,6 +303,8 @@ def next_step(deployment: Deployment, fleet: Fleet, facts: Facts) -> Step:
         if waits:
             seconds = [each.seconds for each in waits if each.seconds is not None]
             return Judgement(Verdict.OPEN, "; ".join(each.reason for each in waits), min(seconds, default=None))
+    if not _waiting(deployment, fleet):
+        return Decide(DEPLOYED)
     wave = strategy.next_wave(deployment, fleet)
     if wave:
         return NextWave(tuple(wave))

@@ -142,6 +142,7 @@ class Deployments:
             if self.state.deployments.get(number) != row:
                 course.committed, course.ended = now, None
             course.writing, course.selecting = None, frozenset()
+            course.undo = course.undo or row.reason
             self.state.deployments[number] = row
         rows_now = self.state.deployments.values()
         self.state.versions.stage(*(each for row in rows_now for each in (row.base, row.target)))
@@ -177,7 +178,8 @@ class Deployments:
         """Has deployments undone that something newer supersedes."""
         for number, row in self.state.deployments.items():
             for each in coming:
-                waits = row.newer == manager_pb2.NEWER_WAIT
+                is_it = (each.goal.lineage, each.goal.version) == (row.target.lineage, row.target.number)
+                waits = is_it or row.newer == manager_pb2.NEWER_WAIT
                 if row.state == deploy.UNDECIDED and not waits and not each.goal.dry_run and _meets(row, each.goal):
                     self.courses[number].undo = self.courses[number].undo or f"{each.description} superseded it"
 
@@ -215,7 +217,7 @@ class Deployments:
         for number, row in self.state.deployments.items():
             if name in row.participants:
                 others = tuple(each for each in row.participants if each != name)
-                fewer = max(1, row.min_replicas - 1)
+                fewer = max(1, min(row.min_replicas, len(others)))
                 self.state.deployments[number] = replace(row, participants=others, min_replicas=fewer)
 
     def cancelled(self, call: Call) -> None:
@@ -247,10 +249,7 @@ class Deployments:
             self.state.finish(call, error.problem)
             return
         course = self.courses[row.number]
-        if request.action == Action.ACTION_UNDO:
-            course.undo = course.undo or ": ".join(filter(None, ("a person undid it", request.reason)))
-            self.state.out.append(FinishCall(call, response=row.message("its replicas to be told to go back")))
-        elif row == self.state.deployments[row.number]:
+        if row == self.state.deployments[row.number]:
             self.state.out.append(FinishCall(call, response=row.message(course.waits_for)))
         else:
             key = course.writing = DeploymentWrite(row.number, call, row)
@@ -278,7 +277,7 @@ class Deployments:
             case Action.ACTION_PAUSE | Action.ACTION_RESUME:
                 return replace(row, paused=request.action == Action.ACTION_PAUSE)
             case Action.ACTION_UNDO:
-                return row
+                return replace(row, reason=": ".join(filter(None, ("a person undid it", request.reason))))
         raise invalid(f"this manager does not know the action {request.action}: bring it and the caller to one version")
 
     # -- from step to step
@@ -299,6 +298,7 @@ class Deployments:
         if self.state.ledger_problem is not None or not self.state.versions.is_certain(row.in_waves, row.pool):
             course.waits_for = "the ledger"
             return
+        course.selecting = frozenset()
         fleet = self._fleet(row, course)
         step: deploy.Step = deploy.Judgement(Verdict.OPEN)
         if course.undo:
@@ -328,6 +328,7 @@ class Deployments:
         busy = {update.goal.replicas[0] for update in self.attempts()}
         replicas, failures = self.state.members.replicas, course.failures
         fleet = {name: observed(replicas.get(name), row.target, failures.get(name, "")) for name in row.participants}
+        fleet = {name: each for name, each in fleet.items() if name not in self.state.holds}
         return {name: replace(each, has_target=each.has_target and name not in busy) for name, each in fleet.items()}
 
     def _wave_ended(self, row: Deployment, course: DeploymentCourse, now: float) -> None:
@@ -409,7 +410,9 @@ class Deployments:
         back, or is not waited for any more."""
         if row.state == deploy.DEPLOYED or now - course.committed >= row.wave_seconds:
             return True
-        replicas = (self.state.members.replicas.get(name) for name in row.in_waves - course.failures.keys())
+        commits = {name: self.state.versions.commit_of(name) for name in row.in_waves - course.failures.keys()}
+        ours = [name for name, commit in commits.items() if commit is not None and commit.epoch == course.decision]
+        replicas = (self.state.members.replicas.get(name) for name in ours)
         return all(each is None or each.peer is None or (each.holds(row.base) and each.serving) for each in replicas)
 
     def _end(self, row: Deployment, course: DeploymentCourse, now: float) -> None:
@@ -431,6 +434,7 @@ class Deployments:
             course.writing = None
         if done.problem is None and course is not None:
             self.state.deployments[key.number] = self._without_dropped(key.row)
+            course.undo = course.undo or key.row.reason
         response = None if done.problem is not None else key.row.message()
         self.state.out.append(FinishCall(key.call, done.problem, response))
 
@@ -448,10 +452,12 @@ class Deployments:
 
     def _pin(self, row: Deployment) -> None:
         """Keeps base and target in relays that hold them, until it is decided."""
-        pinned = {row.base, row.target}
+        pinned = {row.base} if row.state == deploy.UNDONE else {row.base, row.target}
         holders = self.state.members.holders.values()
         names = frozenset(each.source for each in holders if any(held.identity in pinned for held in each.held))
-        self.state.claims.granted[row.number] = Claim(sources=names, doubles=names)
+        self.state.claims.granted[row.number] = (
+            Claim(reads=row.base, sources=names) if row.state == deploy.UNDONE else Claim(sources=names, doubles=names)
+        )
 
     def _note(self, course: DeploymentCourse, phase: str, now: float) -> None:
         course.report.timeline.phases.add(name=phase, after=now - course.began)

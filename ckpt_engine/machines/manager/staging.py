@@ -42,6 +42,9 @@ def stage(state: ManagerState, goal: Goal, options: manager_pb2.UpdateOptions) -
         goal.prefetch = manager_pb2.PREFETCH_ALWAYS
     if strategy.needs_all:
         goal.min_replicas = len(goal.replicas)
+    rows = [row for row in state.deployments.values() if row.state == deploy.UNDECIDED]
+    if any(goal.pool == row.pool or goal.lineage == row.target.lineage for row in rows):
+        return goal  # it begins once that is decided, and is staged then
     commits = {name: state.versions.commit_of(name) for name in goal.replicas}
     known = [commit for commit in commits.values() if commit is not None]
     if not known or goal.dry_run:
