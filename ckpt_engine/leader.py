@@ -39,7 +39,7 @@ def addresses_of(address: str) -> list[str]:
 def names_several(address: str) -> bool:
     """Whether several managers may be meant: by several addresses, or by a DNS name that may have several
     (`dns:///NAME:PORT`)."""
-    return len(addresses_of(address)) > 1 or address.startswith("dns:///")
+    return "," in address or address.startswith("dns:///")
 
 
 def leader_options(lease: float) -> list[tuple[str, int | str]]:

@@ -76,17 +76,7 @@ def demo_database(port: int) -> Iterator[DemoDatabase]:
         if is_root:
             shutil.chown(secret, ORDINARY)
         data = folder / "data"
-        options = (
-            "-D",
-            str(data),
-            "-U",
-            USER,
-            "--auth=scram-sha-256",
-            f"--pwfile={secret}",
-            "--no-locale",
-            "-E",
-            "UTF8",
-        )
+        options = ("-D", str(data), "-U", USER, f"--pwfile={secret}", *_INITIAL)
         done = subprocess.run(
             [*person, initdb, *options], capture_output=True, text=True, timeout=STEP_SECONDS, check=False
         )

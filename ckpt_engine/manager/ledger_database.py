@@ -22,12 +22,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ckpt_engine.core.problems import CkptEngineError, invalid, precondition, unavailable
 from ckpt_engine.extras import require
 from ckpt_engine.manager.ledger_file import cluster_id
 from ckpt_engine.manager.ledger_store import StatementResult, Statements
+from ckpt_engine.shell.tasks import TaskFailedError
 
 if TYPE_CHECKING:
     import psycopg
@@ -76,6 +78,19 @@ def is_database(ledger: object) -> bool:
     return isinstance(ledger, str) and ledger.startswith(("postgresql:", "postgres:"))
 
 
+def ledger_of(name: str) -> str | Path:
+    """What `--ledger` names: the address of a database, or a file. Raises INVALID_ARGUMENT for what was meant as a
+    database and would be taken for a file of each manager's own; without repeating it, since it may have a password."""
+    if is_database(name):
+        return name
+    if "://" in name or re.match(r"\w+\s*=", name):
+        raise invalid(
+            "--ledger is neither a file nor the address of a database as we read it: one begins with postgresql:// in "
+            "small letters, as in postgresql://USER@HOST/DATABASE; before a file's name with = or :// put ./"
+        )
+    return Path(name)
+
+
 class LostTermError(CkptEngineError):
     """Raised by a write of a manager whose term has ended, or was taken over."""
 
@@ -108,23 +123,28 @@ class Database:
 
     def transaction(self, statements: Callable[[psycopg.Connection[tuple[Any, ...]]], T]) -> T:
         """Runs statements in one transaction. If the database is lost, dials it again and runs them again, until they
-        are done or the time has passed."""
+        are done or the time has passed. Raises TaskFailedError instead of another error once a COMMIT was sent of which
+        no answer came: the transaction may have taken effect."""
         import psycopg
 
         end = time.monotonic() + self._seconds
+        commit_sent = False
         while True:
             try:
                 with self._connected(end) as connection, connection.transaction():
-                    return statements(connection)
+                    result = statements(connection)
+                    commit_sent = True
+                return result
             except psycopg.Error as error:
                 self.close()
-                if not _may_pass(error):
-                    raise self._unusable(error) from None
-                if time.monotonic() + PAUSE >= end:
-                    raise unavailable(
+                problem = None if _may_pass(error) else self._unusable(error)
+                if problem is None and time.monotonic() + PAUSE >= end:
+                    problem = unavailable(
                         f"the ledger {self.name} does not answer: {self._words(error)}. {self._seconds:g} s were "
                         "waited for it: start PostgreSQL, or correct --ledger"
-                    ) from None
+                    )
+                if problem is not None:
+                    raise (TaskFailedError(problem.problem, answered=False) if commit_sent else problem) from None
                 time.sleep(PAUSE)
 
     def close(self) -> None:

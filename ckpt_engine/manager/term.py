@@ -113,7 +113,15 @@ class Term:
             self._keeping = None
 
     async def _keep(self) -> None:
-        """Renews the term until it is lost."""
+        """Renews the term until it is lost, or that fails in an unforeseen way."""
+        try:
+            await self._renew()
+        except Exception:
+            log.exception("the term is given up")
+        self._end = 0.0
+        self.lost.set()
+
+    async def _renew(self) -> None:
         renewing: asyncio.Future[bool] | None = None
         start = _now()
         due = start + self._seconds / RENEWALS
@@ -136,8 +144,6 @@ class Term:
                 except CkptEngineError as error:
                     log.warning("the term was not renewed: %s", error.problem.message)
                 renewing = None
-        self._end = 0.0
-        self.lost.set()
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -14,8 +14,9 @@ import pytest
 
 from ckpt_engine.core.problems import CkptEngineError, ErrorCode
 from ckpt_engine.core.version import Version
-from ckpt_engine.manager.ledger_database import SCHEMA_VERSION, LostTermError, name_of
+from ckpt_engine.manager.ledger_database import SCHEMA_VERSION, Database, LostTermError, ledger_of, name_of
 from ckpt_engine.manager.term import Term
+from ckpt_engine.shell.tasks import TaskFailedError
 from ckpt_engine.v1 import manager_pb2
 from tests import postgresql as servers
 from tests.postgresql import PASSWORD, USER, Server
@@ -169,6 +170,19 @@ async def test_a_stopped_or_ended_server_is_waited_for_and_then_named() -> None:
             await ledger.close()
 
 
+def test_a_commit_without_an_answer_may_have_taken_effect() -> None:
+    with servers.running() as server:
+        database = Database(server.new_database(), 2.0)
+        with pytest.raises(TaskFailedError, match="does not answer") as caught:
+            database.transaction(lambda connection: server.stop())
+        assert not caught.value.answered
+        with pytest.raises(CkptEngineError, match="does not answer") as before:
+            database.transaction(lambda connection: connection.execute("SELECT 1"))
+        assert not isinstance(before.value, TaskFailedError)
+        server.start()
+        database.close()
+
+
 async def test_a_replica_of_the_database_that_lost_something_is_noticed(postgresql: Server) -> None:
     """As after a failover to an asynchronous replica: the term may still be there, and what came after it not."""
     address = postgresql.new_database()
@@ -254,6 +268,19 @@ async def test_a_wrong_address_is_refused_without_its_secret(
     assert words in message
     for secret in (PASSWORD, quote(PASSWORD, safe=""), "wrong-secret", "wo%2Frd", "ss@wo"):
         assert secret not in message
+
+
+@pytest.mark.parametrize(
+    "name", ["PostgreSQL://u:secret@h/d", "postgresql+psycopg://u:secret@h/d", "host=h password=secret"]
+)
+def test_what_was_meant_as_a_database_is_no_file(name: str) -> None:
+    with pytest.raises(CkptEngineError, match="begins with postgresql://") as caught:
+        ledger_of(name)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_file_is_a_file() -> None:
+    assert ledger_of("state/a=b.sqlite3") == Path("state/a=b.sqlite3")
 
 
 def test_the_name_of_a_ledger_has_no_secret() -> None:

@@ -122,6 +122,14 @@ async def test_a_name_of_several_addresses_is_dialled_at_each(pair: tuple[Listed
         assert await ask(ManagerStub(await reached(channel))) == "a"
 
 
+async def test_a_list_in_grpcs_own_form_follows_the_leader(pair: tuple[Listed, Listed, str]) -> None:
+    first, second, address = pair
+    await second.lead(True)
+    await first.lead(False)
+    async with open_channel(f"ipv4:{address}") as channel:
+        assert await ask(ManagerStub(await reached(channel))) == "b"
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:1,", "127.0.0.1:1,b", ",", "127.0.0.1:1;127.0.0.1:2"])
 async def test_each_address_is_checked(address: str) -> None:
     with pytest.raises(CkptEngineError, match="must be HOST:PORT"):
