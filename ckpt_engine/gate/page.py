@@ -143,7 +143,10 @@ def verdict(words: Sequence[WorkerWord], own_weights: bool = False) -> Admission
         if word.state == NONE:
             return Admission(False, f"worker {word.rank} holds no weights yet", None)
         if word.state != CLEAN or word.identity is None:
-            return Admission(False, f"worker {word.rank} is being updated (epoch {word.epoch})", None)
+            torn = (
+                f"worker {word.rank} holds no whole version (epoch {word.epoch}: that update has not ended, or a scrub "
+            )
+            return Admission(False, torn + "found a difference since)", None)
     first = words[0].identity
     for word in words[1:]:
         if word.identity != first:

@@ -10,6 +10,7 @@ from math import prod
 
 from torch import Tensor
 
+from ckpt_engine.core.parts import part_of
 from ckpt_engine.engine.target import LoadTarget
 from ckpt_engine.record.recording import Recording
 from ckpt_engine.v1 import manager_pb2
@@ -19,6 +20,7 @@ BY_LOADER = "that the engine's own loader computes"
 DERIVED = "that are derived from other weights"
 CONSTANT = "that no update brings"
 FILLED = "that the loader fills without weights"
+KEPT = "of a draft model that the version has no weights for"
 
 
 def unscrubbed(recording: Recording, target: LoadTarget) -> list[manager_pb2.Unscrubbed]:
@@ -37,7 +39,7 @@ def unscrubbed(recording: Recording, target: LoadTarget) -> list[manager_pb2.Uns
     for name, tensor in _distinct(target, staged, compared):
         rest = tensor.nbytes - min(compared.get(name, 0), tensor.nbytes)
         if rest:
-            found.setdefault(_reason(name, target, computed), []).append(rest)
+            found.setdefault(_reason(name, target, computed, recording.unfilled_parts), []).append(rest)
     return [
         manager_pb2.Unscrubbed(reason=reason, bytes=sum(sizes), tensors=len(sizes)) for reason, sizes in found.items()
     ]
@@ -56,7 +58,9 @@ def _distinct(target: LoadTarget, staged: Collection[str], compared: Collection[
     return found
 
 
-def _reason(name: str, target: LoadTarget, computed: Collection[str]) -> str:
+def _reason(name: str, target: LoadTarget, computed: Collection[str], unfilled_parts: Collection[str]) -> str:
+    if part_of(name) in unfilled_parts:
+        return KEPT
     if name in computed:
         return BY_LOADER
     if name in target.derived():

@@ -178,6 +178,9 @@ class TcpAsker:
             problem = not_found(f"{self.owner} does not have chunk {chunk}: {answer.why}")
             raise ChunkLaterError(problem.problem) if answer.may_come else problem
         if answer.body is not None and self._deltas is not None:
+            if self._leave_reason:  # the chunk may have come from another relay, and be lent by now
+                self._broken = True
+                raise unavailable(self._leave_reason)
             try:
                 self._deltas.apply(chunk, answer.body)
             except CkptEngineError as error:
