@@ -151,10 +151,12 @@ def containers() -> Iterator[tuple[str, Mapping[str, Any], set[str], Mapping[str
                 patch = "volumes" not in pod  # of a pod of another file
                 if not patch and "selector" in document["spec"]:
                     assert document["spec"]["selector"]["matchLabels"] == template["metadata"]["labels"]
-                volumes = {volume["name"] for volume in (patched(document) if patch else pod)["volumes"]}
+                given = (patched(document) if patch else pod)["volumes"]
+                volumes = {volume["name"] for volume in given if "$patch" not in volume}
                 for container in (*pod["containers"], *pod.get("initContainers", ())):
-                    if "$patch" not in container and container["command"][0] != "sh":
-                        yield f"{path.parent.name}-{name}{container['name']}", container, volumes, environment
+                    whole = container if "command" in container else {**of_base(document, container), **container}
+                    if "$patch" not in container and whole["command"][0] != "sh":
+                        yield f"{path.parent.name}-{name}{container['name']}", whole, volumes, environment
 
 
 def templates(document: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, str]]]:
@@ -171,6 +173,16 @@ def templates(document: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, A
                 template,
                 {"LWS_GROUP_SIZE": size, "LWS_WORKER_INDEX": str(rank), "LWS_LEADER_ADDRESS": address},
             )
+
+
+def of_base(patch: Mapping[str, Any], container: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The manager's container that a patch changes; of another object's container nothing."""
+    for document in yaml.safe_load_all((EXAMPLES / "kubernetes/base/manager.yaml").read_text()):
+        if (document["kind"], document["metadata"]["name"]) == (patch["kind"], patch["metadata"]["name"]):
+            for each in document["spec"]["template"]["spec"]["containers"]:
+                if each["name"] == container["name"]:
+                    return each  # type: ignore[no-any-return]
+    return {"command": ["sh"]}
 
 
 def patched(patch: Mapping[str, Any]) -> Mapping[str, Any]:

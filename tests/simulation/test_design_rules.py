@@ -158,7 +158,8 @@ def a_manager_drops_answers_with_other_fences(patch: Patch) -> None:
     original = update.Update.message
 
     def message(self: update.Update, member: Any, body: object, now: float) -> None:
-        if isinstance(body, manager_pb2.ReplicaOutcome) and self.phase == "installing":
+        outcome = isinstance(body, manager_pb2.ReplicaOutcome) and self.phase == "installing"
+        if outcome and member.name in self.goal.replicas:
             self._parts.recipients.take_outcome(body, member.name)
             self._go_on(now)
         else:

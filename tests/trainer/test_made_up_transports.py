@@ -164,7 +164,7 @@ def test_entry_points_are_found_by_every_process_and_nonsense_is_left_out(tmp_pa
         check=True,
         timeout=120,
     )
-    ours = ["cuda_ipc", "relay_memory", "shared_memory", "file", "ucx", "tcp", "nccl"]
+    ours = ["cuda_ipc", "relay_memory", "shared_memory", "file", "archive", "ucx", "tcp", "nccl"]
     assert found.stdout.split() == [*ours, "borrowed"]
     assert "nonsense" in found.stderr
 
