@@ -180,6 +180,29 @@ def test_more_versions_than_slots_are_loaded_again_from_our_memory(world: World)
                 world.check(answer, name)
 
 
+def test_versions_of_the_same_content_go_one_by_one(world: World) -> None:
+    """As after a restart of the trainer. The other one stays, also for what vLLM loads again."""
+    model, other = with_adapter(world.base, 25), with_adapter(world.base, 26)
+    with world.trainer("critic") as trainer:
+        trainer.publish(adapter(model, base=world.root))
+        same = [trainer.update_weights(), trainer.update_weights()]
+        assert all(report.ok for report in same), same
+        assert same[0].root == same[1].root
+        first, second = (f"critic@{report.version}" for report in same)
+        world.note(second, model)
+        trainer.publish(adapter(other, base=world.root))
+        later = [trainer.update_weights() for _ in range(2)]
+        assert all(report.ok for report in later), later
+    assert ask(world.replica, first).status_code == 503
+    listed = [each["id"] for each in httpx.get(f"{world.replica.url}/v1/models", timeout=60).json()["data"]]
+    for name in [each for each in listed if each.startswith("policy@")]:
+        assert ask(world.replica, name, 4).status_code == 200
+    world.check(ask(world.replica, second), second)
+    newest = f"critic@{later[-1].version}"
+    world.note(newest, other)
+    world.check(ask(world.replica, "critic"), newest)
+
+
 def test_what_does_not_belong_here_is_refused_by_name(world: World, tmp_path: Path) -> None:
     """Another base, another lineage, a rank above the server's, a foreign adapter. What is here goes on."""
     model = with_adapter(world.base, 30)

@@ -11,6 +11,7 @@ import pytest
 from ckpt_engine.gate.page import WorkerSlot
 from ckpt_engine.gate.shelf import ShelfPlace, shelf_directory
 from ckpt_engine.v1 import weights_pb2
+from ckpt_engine_adapters.vllm.adapter_names import vllm_request
 from ckpt_engine_adapters.vllm.adapter_requests import (
     AdapterDoor,
     AdapterModels,
@@ -110,6 +111,17 @@ def test_a_name_in_escapes_is_seen(world: World) -> None:
     with world.door.pinned(rb'{"model": "p\u006flicy@7"}', BASE) as pin:
         assert pin is not None
         assert pin.model == "policy@7"
+
+
+def test_versions_of_the_same_content_have_names_numbers_and_paths_of_their_own() -> None:
+    """As after a restart of the trainer, or of two tenants that begin with the same adapter: one of them can go."""
+    same = [
+        weights_pb2.Identity(lineage=lineage, version=version, root=b"s" * 32)
+        for lineage, version in (("policy", 7), ("policy", 8), ("critic", 7))
+    ]
+    requests = [vllm_request(lambda *words: words, each) for each in same]
+    assert [len(set(words)) for words in zip(*requests, strict=True)] == [3, 3, 3]
+    assert next(path for _, _, path in requests) == f"ckpt-engine:policy@7:{same[0].root.hex()}"
 
 
 class _Engine:

@@ -139,7 +139,6 @@ class AdapterShelf:
         for number in range(versions):
             place = ShelfPlace(directory.path, number)
             self._places.append((place, place.page.claim(rank, workers)))
-        self._bases: dict[bytes, bytes] = {}  # the base's root of each version here, by its own root
         self._coming: tuple[weights_pb2.Identity, int] | None = None  # a version and its epoch
         self._worker = EngineWorker(
             directory, rank, workers, AdapterTarget(self, slots), stage_memory="0", scrub_seconds="0"
@@ -162,11 +161,11 @@ class AdapterShelf:
         slot, base = self._worker.slot, self._base.identity
         fitting = [
             word
-            for _, word in self._places
+            for place, word in self._places
             if word.state == CLEAN
             and word.identity is not None
             and base is not None
-            and self._bases.get(word.identity.root) == base.root
+            and place.base_of(word.identity) == base.root
         ]
         newest = max(fitting, key=lambda word: word.epoch, default=None)
         if newest is None or newest.identity is None:
@@ -209,7 +208,6 @@ class AdapterShelf:
             if not place.used():
                 if empty:
                     self._slots.drop(oldest)
-                    self._bases.pop(oldest.root, None)
                     word.none()
                 return place, word
             if empty:
@@ -247,5 +245,4 @@ class AdapterShelf:
             except BaseException:
                 word.none()
                 raise
-        self._bases[identity.root] = facts.base_root
         word.clean(epoch, identity)
