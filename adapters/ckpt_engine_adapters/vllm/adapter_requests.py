@@ -10,7 +10,7 @@ place, so every process knows the same versions by the same names and numbers, f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, ValuesView
+from collections.abc import Callable, Iterator, Mapping, ValuesView
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from typing import Any
 
 from ckpt_engine.core.adapters import ROOT_HEADER, VERSION_HEADER, asked_version, served_name
 from ckpt_engine.core.json_text import load_json
-from ckpt_engine.gate.asgi import Message, Send
+from ckpt_engine.gate.asgi import Message, Send, refuse
 from ckpt_engine.gate.shelf import Shelf, ShelfPlace
 from ckpt_engine.v1 import weights_pb2
 from ckpt_engine_adapters.vllm.adapter_names import vllm_request
@@ -39,18 +39,33 @@ class PinnedRequest:
     model: str  # as the request names it
     identity: weights_pb2.Identity
     place: ShelfPlace
+    refusal: str = ""  # why vLLM's core did not get it, for people
+
+    @property
+    def base_root(self) -> bytes:
+        """The root of the base that its version is for."""
+        return self.place.base_of(self.identity)
 
     def naming(self, send: Send) -> Send:
-        """A `send` that adds the headers that name the version."""
+        """A `send` that adds the headers that name the version. vLLM's answer (500) to a request that was refused on
+        its way to the core becomes a 503 like the gate's own; a stream that has begun ends with vLLM's event of an
+        error."""
         headers = [
             (VERSION_HEADER.encode(), served_name(self.identity).encode()),
             (ROOT_HEADER.encode(), self.identity.root.hex().encode()),
         ]
+        replaced = False
 
         async def send_with_adapter(message: Message) -> None:
+            nonlocal replaced
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), *headers]
-            await send(message)
+                if self.refusal:
+                    replaced = True
+                    await refuse("http", send, 503, self.refusal, NOT_HERE, 1)
+                else:
+                    message["headers"] = [*message.get("headers", ()), *headers]
+            if not replaced:
+                await send(message)
 
         return send_with_adapter
 
@@ -178,15 +193,22 @@ async def end_running(engine: Any, door: AdapterDoor) -> int:
     return len(ids)
 
 
-def guard_sends(engine: Any, door: AdapterDoor, admits: Any) -> None:
-    """Has the last step before vLLM's core refuse a request with an adapter once an update of the base has begun: it
-    would be computed with the next base. admits: whether the gate lets requests in now. To be called once."""
+def guard_sends(engine: Any, door: AdapterDoor, admitted_base: Callable[[], weights_pb2.Identity | None]) -> None:
+    """Has the last step before vLLM's core refuse a request with an adapter if the base is not the one any more for
+    which the request was pinned to a version: it would be computed with another base. admitted_base: the version that
+    the workers hold, if the gate lets requests in now; else None. To be called once."""
     core = engine.engine_core
     send = core.add_request_async
 
     async def send_if_base_stays(request: Any) -> None:
-        if door.owns(request.lora_request) and not admits():
-            raise ValueError(f"the base of {request.lora_request.lora_name} is being updated: ask again")
+        if door.owns(request.lora_request):
+            base, pin = admitted_base(), _PINNED.get()
+            if base is None or pin is None or pin.base_root != base.root:
+                refusal = f"adapter {request.lora_request.lora_name}: its base is being updated, or was: ask again"
+                if pin is not None:
+                    pin.refusal = refusal
+                engine.output_processor.abort_requests([request.request_id], internal=True)
+                raise ValueError(refusal)
         await send(request)
 
     core.add_request_async = send_if_base_stays

@@ -185,12 +185,17 @@ class VllmGate(Gate):
         """The version that the workers hold; None: none, or the engine's own."""
         return self._state.decision().verdict.identity
 
+    def _admitted_base(self) -> weights_pb2.Identity | None:
+        """The same, if requests are let in now; else None."""
+        decision = self._state.decision()
+        return decision.verdict.identity if decision.kind is DecisionKind.ADMIT else None
+
     def _adopt(self, scope: Scope) -> None:
         """Takes the place of vLLM's own adapters."""
         engine, models = _engine(scope), getattr(scope["app"].state, "openai_serving_models", None)
         if self._adapters is None or engine is None or models is None:
             return
-        guard_sends(engine, self._adapters, lambda: self._state.decision().kind is DecisionKind.ADMIT)
+        guard_sends(engine, self._adapters, self._admitted_base)
         models.lora_requests = AdapterModels(self._adapters, self)
         self._adopted = True
 
