@@ -231,6 +231,9 @@ async def test_a_request_that_the_core_did_not_get_is_answered_as_by_the_gate(wo
         (["--enable-lora", "--max-loras", "2"], "start vLLM with --max-loras 3 or more"),
         (["--enable-lora", "--max-loras", "3", "--lora-modules", "a=b"], "--lora-modules a=b cannot be used"),
         (["--enable-lora", "--max-loras", "3", "--fully-sharded-loras"], "not verified"),
+        (["--enable-lora", "--max-loras", "3", "-tp", "2"], "--tensor-parallel-size 2 cannot be used with --adapter"),
+        (["--enable-lora", "--max-loras", "3", "-pp=2"], "--pipeline-parallel-size 2 .* a replica with --adapter"),
+        (["--enable-lora", "--max-loras", "3", "--data_parallel_size=4"], "--data-parallel-size 4 cannot be used"),
     ],
 )
 def test_a_server_that_cannot_serve_adapters_is_refused_by_name(options: list[str], words: str) -> None:
@@ -239,7 +242,7 @@ def test_a_server_that_cannot_serve_adapters_is_refused_by_name(options: list[st
 
 
 def test_a_server_that_can_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    command = ["vllm", "serve", "m", "--enable-lora", "--max-loras=3"]
+    command = ["vllm", "serve", "m", "--enable-lora", "--max-loras=3", "-tp", "1"]
     refuse_adapters(command, {"policy": 3})
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     with pytest.raises(ValueError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 cannot be used"):

@@ -13,6 +13,7 @@ from ckpt_engine.core.check_verdict import Score
 from ckpt_engine.engine.adapter import AdapterSettings, Capabilities, EngineCallError, EngineInfo
 from ckpt_engine.engine.command import Options, check_refused, size
 from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine_adapters.vllm.command import AXES
 from ckpt_engine_adapters.vllm.gate import ADAPTER_ROUTE
 
 _OWN = "adapters of its own would take slots and names from those that are published (--adapter)"
@@ -89,6 +90,12 @@ def check_adapters(options: Options, environment: Mapping[str, str], versions: M
     if "--enable-lora" not in options:
         raise ValueError("--adapter: vLLM has slots for adapters only with --enable-lora")
     check_refused(options, _REFUSED, environment, _REFUSED_ENVIRONMENT)
+    for axis in AXES:
+        if size(options, axis) > 1:
+            raise ValueError(
+                f"{axis} {size(options, axis)} cannot be used with --adapter: workers would have to agree in which "
+                "place each version is kept, and do not; leave it out, and start a replica with --adapter for each GPU"
+            )
     slots = size(options, "--max-loras")
     name, needed = max(versions.items(), key=lambda each: each[1])
     if slots < needed:

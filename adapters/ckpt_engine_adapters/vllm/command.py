@@ -23,6 +23,9 @@ REFUSED = {
 }
 REFUSED_ENVIRONMENT = {"VLLM_USE_RUST_FRONTEND": BYPASS}
 
+AXES = ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size")
+"""Options whose product is the number of workers."""
+
 _ALIASES = {
     "-tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
@@ -60,4 +63,4 @@ def check_options(options: Options, environment: Mapping[str, str]) -> None:
 def worker_count(options: Options) -> int:
     """The number of workers by the options: tensor x pipeline x data parallel. Raises ValueError if a size is no
     number."""
-    return prod(size(options, f"--{axis}-parallel-size") for axis in ("tensor", "pipeline", "data"))
+    return prod(size(options, axis) for axis in AXES)
