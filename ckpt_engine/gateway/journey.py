@@ -73,7 +73,7 @@ class Journey:
         self._dry = 0
         self._last_check: object = None
         self._identifier = uuid.uuid4().hex
-        self._adapter = ""  # the version of an adapter that the sample has tokens of, as a `model`
+        self._adapter = ""  # the version of an adapter that the sample began with, as a `model`
 
     async def pieces(self) -> AsyncGenerator[AnswerPiece, None]:
         """Yields pieces for the caller as they come; after the last one the stitch is finished.
@@ -136,7 +136,7 @@ class Journey:
     def _content(self, identifier: str, large: bool = False) -> bytes:
         """Encodes the body of the next leg. May run on any thread."""
         body = self._dialect.leg_body(self._stitch, identifier)
-        return dump({**body, "model": self._adapter} if self._adapter else body, large)
+        return dump({**body, "model": self._adapter} if self._adapter and self._stitch.started else body, large)
 
     async def _leg(self, member: FleetReplica, visit: Visit) -> AsyncGenerator[AnswerPiece, None]:
         stitch, number = self._stitch, len(self._stitch.legs)
@@ -152,7 +152,8 @@ class Journey:
             member.news.url, self._dialect.route, content, headers, self._wishes.resume
         ) as stream:
             leg = stitch.leg
-            self._adapter = stream.adapter  # further legs go on with this version of it
+            if not stitch.started:
+                self._adapter = stream.adapter
             admitted = self._placing.let_in(member, visit, stream.admitted, self._want)
             leg.bounds, leg.identify, leg.caches, leg.entry = visit.bounds, member.identify, visit.caches, visit.entry
             if admitted is not None and admitted.lineage and not self._want.lineage:

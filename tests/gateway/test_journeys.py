@@ -62,6 +62,20 @@ async def test_a_request_for_an_adapter_goes_on_with_the_version_that_it_began_w
     assert [body["model"] for body in engine.asked] == ["policy", "policy@7"]
 
 
+async def test_a_request_for_an_adapter_of_which_nothing_has_come_gets_the_newest_version() -> None:
+    """The one that let it in may be for a base that is nowhere any more."""
+
+    def behave(number: int, body: dict[str, Any]) -> Response:
+        events = told(body, 0, done=False) if number == 0 else told(body)
+        return Engine.streaming(events, {"x-ckpt-engine-adapter": f"policy@{7 + number}"})
+
+    engine = Engine(behave)
+    async with asking(engine) as client:
+        answer = await client.post("/v1/completions", json={**BODY, "model": "policy"})
+    assert answer.json()["choices"][0]["token_ids"] == WHOLE
+    assert [body["model"] for body in engine.asked] == ["policy", "policy"]
+
+
 async def test_what_is_no_stream_of_events_is_named() -> None:
     """Whatever listens at an address that was mistaken."""
     engine = Engine(lambda *_: Response("<html>", media_type="text/html"))
