@@ -83,6 +83,7 @@ class ContinuedChat(PassedRequest):
         self._legs: list[Leg] = []  # that brought content
         self._engine = ""  # the kind that answers
         self._lineage = ""
+        self._adapter = ""  # the version of an adapter that the answer began with, as a `model`
         self._text = ""  # the content that the caller has
         self._count = 0  # tokens of it, of the legs that have ended
         self._other = ""  # what came beside content
@@ -99,6 +100,8 @@ class ContinuedChat(PassedRequest):
     async def _relay_events(self, stream: Stream, member: FleetReplica, visit: Visit, leg: Leg) -> None:
         self._engine, leg.offset = member.news.engine, self._count
         later, early = bool(self._legs), list[bytes]()  # events without content, held back
+        if not self._started:
+            self._adapter = stream.adapter
         if later:
             self._placing.metrics.resumes.labels(member.name).inc()
         async for batch in self._batches(stream):
@@ -247,7 +250,7 @@ class ContinuedChat(PassedRequest):
         )
         self._wishes = replace(self._wishes, want=want)
         if not self._text:
-            return await self._writer.dump(self._body)
+            return await self._writer.dump(self._of_the_adapter(self._body))
         try:
             count = await self._prove(form)
         except RefusedError as error:
@@ -265,7 +268,11 @@ class ContinuedChat(PassedRequest):
         if form.remaining(self._body, count) == 0:
             await self._end(len(prompt), count)
             return None
-        return await self._writer.dump(form.leg_body(self._body, self._text, count))
+        return await self._writer.dump(self._of_the_adapter(form.leg_body(self._body, self._text, count)))
+
+    def _of_the_adapter(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A later leg's body, which asks for the version of an adapter that the answer began with."""
+        return {**body, "model": self._adapter} if self._adapter else body
 
     async def _prove(self, form: ChatText) -> int | None:
         """Has the next leg's prompt rendered. Returns how many tokens of it are the caller's text; None: it is not the

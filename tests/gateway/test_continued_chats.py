@@ -150,6 +150,47 @@ async def test_a_chat_goes_on_with_its_callers_text(after: int, how: str) -> Non
     assert engine.asked[1]["messages"][-1] == {"role": "assistant", "content": TEXT[:after]}
 
 
+@pytest.mark.parametrize(
+    ("after", "models"),
+    [((0, 4), ["policy", "policy", "policy@8"]), ((4, 2), ["policy", "policy@7", "policy@7"])],
+)
+async def test_a_chat_goes_on_with_the_version_of_its_adapter(after: tuple[int, int], models: list[str]) -> None:
+    """Which is the one that the first word is of. The newest one is another by then."""
+    engine = TextEngine(lambda leg: (after[leg], "broken") if leg < 2 else None)
+    behave = engine.behave
+
+    def of_an_adapter(number: int, body: dict[str, Any]) -> Response:
+        answer = behave(number, body)
+        assert isinstance(answer, Response)
+        newest = f"policy@{7 + number}"
+        answer.headers["x-ckpt-engine-adapter"] = newest if body["model"] == "policy" else body["model"]
+        return answer
+
+    engine.behave = of_an_adapter
+    found = await ask(engine, model="policy")
+    assert (found["text"], found["error"]) == (TEXT, None)
+    assert [body["model"] for body in engine.asked] == models
+
+
+async def test_a_chat_whose_first_content_has_not_come_keeps_its_adapter_too() -> None:
+    """Once its caller has anything of it."""
+    engine = TextEngine()
+    behave = engine.behave
+
+    async def early() -> AsyncIterator[bytes]:
+        for _ in range(9):  # more events than are held back
+            yield _event(0, _choice(0, "", None))
+
+    def first(number: int, body: dict[str, Any]) -> AsyncIterator[bytes] | Response:
+        headers = {**HEADERS, "x-ckpt-engine-adapter": "policy@7"}
+        return behave(number, body) if number else Engine.streaming(early(), headers)
+
+    engine.behave = first
+    async with asking(engine) as client:
+        await client.post("/v1/chat/completions", json={**CHAT, **STREAM, "model": "policy"})
+    assert [body["model"] for body in engine.asked] == ["policy", "policy@7"]
+
+
 async def test_it_goes_on_again_and_again_and_so_does_a_message_of_the_callers() -> None:
     engine = TextEngine(lambda leg: (2, "broken") if leg < 5 else None)
     messages = [*CHAT["messages"], {"role": "assistant", "content": "ab"}]
