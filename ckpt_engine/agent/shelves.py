@@ -28,19 +28,18 @@ async def run_with_shelves(agent: ReplicaAgent, stop: asyncio.Event) -> None:
 
 
 async def _run_shelf(agent: ReplicaAgent, adapter: str, stop: asyncio.Event) -> None:
-    shelf = agent.shelf(
-        replace(
-            agent.settings,
-            name=f"{agent.settings.name}.{adapter}" if agent.settings.name else "",
-            pool=adapter,
-            mode=manager_pb2.MODE_STANDALONE,
-            metrics="",
-            check_engine="never",
-            close_when_alone=False,
-        ),
-        adapter,
+    settings = replace(
+        agent.settings,
+        name=f"{agent.settings.name}.{adapter}" if agent.settings.name else "",
+        pool=adapter,
+        mode=manager_pb2.MODE_STANDALONE,
+        metrics="",
+        check_engine="never",
+        close_when_alone=False,
     )
     try:
-        await shelf.run(stop)
-    except (CkptEngineError, EngineFailedError) as error:
-        agent.say(f"the adapter {adapter} gets no versions any more: {error}")
+        await agent.shelf(settings, adapter).run(stop)
+    except Exception as error:
+        known = isinstance(error, CkptEngineError | EngineFailedError)
+        why = str(error) if known else f"{type(error).__name__}: {error}"
+        agent.say(f"the adapter {adapter} gets no versions any more: {why}")
