@@ -241,9 +241,10 @@ def test_a_server_that_cannot_serve_adapters_is_refused_by_name(options: list[st
         refuse_adapters(["vllm", "serve", "m", *options], {"policy": 3, "critic": 2})
 
 
-def test_a_server_that_can_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variable", ["VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ENABLE_RESPONSES_API_STORE"])
+def test_a_server_that_can_is_not(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ["vllm", "serve", "m", "--enable-lora", "--max-loras=3", "-tp", "1"]
     refuse_adapters(command, {"policy": 3})
-    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
-    with pytest.raises(ValueError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 cannot be used"):
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(ValueError, match=f"{variable}=1 cannot be used"):
         refuse_adapters(command, {"policy": 3})

@@ -24,7 +24,12 @@ _REFUSED = {
     "--enable-moe-shared-loras": ((), "adapters of experts are not supported (--adapter)"),
     "--enable-tower-connector-lora": ((), "adapters of towers are not supported (--adapter)"),
 }
-_REFUSED_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": _OWN}
+_REFUSED_ENVIRONMENT = {
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": _OWN,
+    "VLLM_ENABLE_RESPONSES_API_STORE": (
+        "responses in the background outlive the requests that keep their adapter's version in use (--adapter)"
+    ),
+}
 
 CAPABILITIES = Capabilities(
     pause_modes=frozenset(
