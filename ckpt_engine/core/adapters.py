@@ -31,6 +31,9 @@ VERSION_HEADER = "x-ckpt-engine-adapter"
 ROOT_HEADER = "x-ckpt-engine-adapter-root"
 """Header of an answer: that version's root, hexadecimal."""
 
+NOT_HERE = "adapter_not_here"
+"""Reason of a 503 for an adapter of which no version for this base is here, and of one for an exact version."""
+
 FEWEST_VERSIONS = 2
 """An adapter needs two places in an engine: requests go on with one version while the next one is brought."""
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.choice import choose
-from ckpt_engine.gateway.fleet import FleetReplica
+from ckpt_engine.gateway.fleet import FleetReplica, ReplicaNews
 from ckpt_engine.gateway.journey import LARGE, Wishes
 from ckpt_engine.gateway.json_numbers import dump, load_answer
 from ckpt_engine.gateway.placing import Placing
@@ -67,16 +67,17 @@ class EngineTokenizer:
         """
         placing = self._placing
         patience = placing.patience(self._wishes.queue_seconds)
+        unsuited: dict[str, ReplicaNews] = {}
         why = "none is known"
         for _ in range(MOST_TRIES):
-            while (member := self._member(prefer, lineage)) is None and time.monotonic() < patience.end:
+            while (member := self._member(prefer, lineage, unsuited)) is None and time.monotonic() < patience.end:
                 await placing.look()
             if member is None:
                 break
             try:
                 return await ask_replica(placing, member, question, self._wishes.headers)
             except NotAdmittedError as error:
-                placing.refused(member, error)
+                patience = placing.refused(member, error, patience, unsuited)
                 why = f"{member.name}: {error}"
             except BrokenError as error:
                 placing.failed(member, str(error))
@@ -84,12 +85,15 @@ class EngineTokenizer:
         detail = f"no replica answered {question.route}, the last one asked: {why}"
         raise RefusedError(503, refusals.NO_REPLICA, detail, {"retry-after": "1"})
 
-    def _member(self, prefer: str, lineage: str) -> FleetReplica | None:
+    def _member(self, prefer: str, lineage: str, unsuited: Mapping[str, ReplicaNews]) -> FleetReplica | None:
         now, engines = time.monotonic(), self._wishes.want.engines
         able = {
             name: member
             for name, member in self._placing.fleet.members.items()
-            if member.news.url and member.news.engine in engines and now >= member.shunned_until
+            if member.news.url
+            and member.news.engine in engines
+            and now >= member.shunned_until
+            and unsuited.get(name) is not member.news
         }
         if prefer in able:
             return able[prefer]

@@ -100,7 +100,7 @@ class Journey:
                     outcome = "not_admitted"
                 except NotAdmittedError as error:
                     self._stitch.legs.pop()
-                    self._placing.refused(member, error)
+                    patience = self._placing.refused(member, error, patience, unsuited)
                     self._placing.check(self._want, patience)
                     outcome = "not_admitted"
                 except UnmetError as error:

@@ -111,7 +111,7 @@ class PassedRequest:
                         raise RefusedError(501, refusals.NO_DIALECT, detail) from error
                     unsuited[member.name], outcome = member.news, "not_admitted"
                 except NotAdmittedError as error:
-                    placing.refused(member, error)
+                    patience = placing.refused(member, error, patience, unsuited)
                     outcome = "not_admitted"
                 except AbortedError:
                     outcome, cause = ABORTED, f"an update interrupted it at {member.name} (pause mode abort)"

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.choice import choose
@@ -20,6 +20,9 @@ from ckpt_engine.gateway.versions import GatewayVersion
 
 LOOK_SECONDS = 0.1
 """How often a waiting request looks again: a replica may become available by time alone."""
+
+BRING_SECONDS = 1.0
+"""How long a request does not go to a replica that lacks its adapter: it may be brought there meanwhile."""
 
 
 class UnsuitedError(Exception):
@@ -36,6 +39,7 @@ class Patience:
 
     seconds: float
     end: float  # monotonic seconds
+    lacking: str = ""  # what a replica said that lacks the adapter that is asked for; empty: none said so
 
 
 class Placing:
@@ -87,8 +91,9 @@ class Placing:
         """Raises RefusedError if a request has waited as long as it may."""
         now = time.monotonic()
         if now >= patience.end:
-            why = self.fleet.why_unplaced(want, now)
+            why = patience.lacking or self.fleet.why_unplaced(want, now)
             reason = refusals.NO_REPLICA if want.any_version else refusals.VERSION_NOT_YET
+            reason = refusals.NOT_HERE if patience.lacking else reason
             wish = f", which asks for {want.describe()}," if want.describe() else ""
             detail = f"no replica could serve this request{wish} for {patience.seconds:g} s: {why}"
             raise RefusedError(503, reason, detail, {"retry-after": "1"})
@@ -119,11 +124,19 @@ class Placing:
             return bool(self.fleet.candidates(want, time.monotonic(), unsuited))
         return False
 
-    def refused(self, member: FleetReplica, error: NotAdmittedError) -> None:
-        """Notes that a replica did not let a request in."""
+    def refused(
+        self, member: FleetReplica, error: NotAdmittedError, patience: Patience, unsuited: dict[str, ReplicaNews]
+    ) -> Patience:
+        """Notes that a replica did not let a request in, and returns what patience it has now. All requests shun the
+        replica for a moment; if it lacks an adapter, only this one does. unsuited: of this request."""
+        if error.reason == refusals.NOT_HERE:
+            unsuited[member.name] = member.news
+            asyncio.get_running_loop().call_later(BRING_SECONDS, unsuited.pop, member.name, None)
+            return replace(patience, lacking=f"{member.name}: {error}")
         if error.unreachable:
             member.died()
         self.failed(member, str(error), error.wait)
+        return patience
 
     def failed(self, member: FleetReplica, why: str, wait: float = 0.0) -> None:
         """Shuns a replica for a moment."""

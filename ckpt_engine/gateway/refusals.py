@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
+from ckpt_engine.core.adapters import NOT_HERE as NOT_HERE
 from ckpt_engine.core.openai_errors import error_object
 from ckpt_engine.core.version_bounds import LINEAGE_CHANGED as LINEAGE_CHANGED
 from ckpt_engine.core.version_bounds import ROLLED_BACK as ROLLED_BACK

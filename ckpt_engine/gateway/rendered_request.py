@@ -16,6 +16,7 @@ from ckpt_engine.gateway.answering import Samples
 from ckpt_engine.gateway.continued_chat import passed_chat
 from ckpt_engine.gateway.dialect import MalformedError, ParsedRequest
 from ckpt_engine.gateway.engine_tokenizer import EngineTokenizer, ask_replica
+from ckpt_engine.gateway.fleet import ReplicaNews
 from ckpt_engine.gateway.journey import Wishes
 from ckpt_engine.gateway.passing import PassedRequest
 from ckpt_engine.gateway.placing import Placing
@@ -79,8 +80,9 @@ class RenderedRequest:
         and RefusedError if no replica serves."""
         placing, want, broken = self._placing, self._wishes.want, list[str]()
         patience = placing.patience(self._wishes.queue_seconds)
+        unsuited: dict[str, ReplicaNews] = {}
         while len(broken) < MOST_TRIES:
-            member = await placing.place(want, self._wishes.key, patience)
+            member = await placing.place(want, self._wishes.key, patience, unsuited=unsuited)
             engine = member.news.engine
             form = self._forms.get(engine)
             if form is None:
@@ -92,7 +94,7 @@ class RenderedRequest:
             except RefusedError as error:
                 raise NotRenderedError(f"{member.name} does not render it ({error})") from error
             except NotAdmittedError as error:
-                placing.refused(member, error)
+                patience = placing.refused(member, error, patience, unsuited)
                 placing.check(want, patience)
             except BrokenError as error:
                 broken.append(f"{member.name}: {error}")

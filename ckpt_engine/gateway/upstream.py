@@ -37,9 +37,10 @@ _HEADERS = {"content-type": "application/json", "accept-encoding": "identity"}
 class NotAdmittedError(Exception):
     """The replica did not let the request in: it refuses for now, or does not answer."""
 
-    def __init__(self, why: str, wait: float = 0.0, unreachable: bool = False) -> None:
+    def __init__(self, why: str, wait: float = 0.0, unreachable: bool = False, reason: str = "") -> None:
         super().__init__(why)
         self.wait = wait  # seconds, from Retry-After
+        self.reason = reason  # its gate's; empty: it is not from a gate
         self.unreachable = unreachable  # nothing listens at its address
 
 
@@ -166,7 +167,8 @@ class Upstream:
         words, status = _error_message(body[:4096]), connection.status
         if status in _BUSY:
             wait = connection.headers.get("retry-after", "")
-            raise NotAdmittedError(words or f"it answers {status}", float(wait) if wait.isdigit() else 0.0)
+            seconds = float(wait) if wait.isdigit() else 0.0
+            raise NotAdmittedError(words or f"it answers {status}", seconds, reason=_reason(body))
         if status == 409 and (reason := _bound_reason(body)):
             raise UnmetError(reason, words)
         if status >= 500:

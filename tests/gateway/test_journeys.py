@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from ckpt_engine.addresses import listen_on
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.gateway import placing
 from ckpt_engine.gateway.server import check
 from ckpt_engine.gateway.settings import GatewaySettings
 from ckpt_engine.gateway.versions import GatewayVersion
@@ -74,6 +75,49 @@ async def test_a_request_for_an_adapter_of_which_nothing_has_come_gets_the_newes
         answer = await client.post("/v1/completions", json={**BODY, "model": "policy"})
     assert answer.json()["choices"][0]["token_ids"] == WHOLE
     assert [body["model"] for body in engine.asked] == ["policy", "policy"]
+
+
+def without_adapter() -> Response:
+    """How a gate refuses a request for an adapter that its engine does not have."""
+    problem = {"status": 503, "detail": "adapter policy@9: it is not here", "reason": "adapter_not_here"}
+    return JSONResponse(problem, 503, {"retry-after": "1"}, media_type="application/problem+json")
+
+
+def sound(body: dict[str, Any]) -> AsyncIterator[bytes] | Response:
+    """The answer of an engine to ids, or to a text."""
+    return told(body) if body.get("stream") else JSONResponse({"choices": []})
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, "a text"])
+async def test_a_replica_that_lacks_an_adapter_is_shunned_by_the_request_for_it_alone(
+    prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that asks for what is nowhere would take all replicas from all."""
+    monkeypatch.setattr(placing, "BRING_SECONDS", 60.0)
+
+    def behave(number: int, body: dict[str, Any]) -> AsyncIterator[bytes] | Response:
+        return without_adapter() if body["model"] == "policy@9" else sound(body)
+
+    engines = [Engine(behave), Engine(behave)]
+    body = {**BODY, "prompt": prompt}
+    async with asking(*engines, queue_seconds=0.5, probe=60.0) as client:
+        answer = await client.post("/v1/completions", json={**body, "model": "policy@9"})
+        assert (answer.status_code, answer.json()["reason"]) == (503, "adapter_not_here")
+        assert "adapter policy@9: it is not here" in answer.json()["detail"]
+        assert max(len(engine.asked) for engine in engines) == 1, "it does not spin"
+        members = engines[0].gateway.placing.fleet.members.values()
+        assert [(member.failures, member.shunned_until) for member in members] == [(0, 0.0)] * 2
+        assert (await client.post("/v1/completions", json={**body, "model": "policy"})).status_code == 200
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, "a text"])
+async def test_an_adapter_that_is_brought_meanwhile_is_found(prompt: Any) -> None:
+    """At the same replica."""
+    engine = Engine(lambda number, body: without_adapter() if number < 2 else sound(body))
+    async with asking(engine, probe=60.0) as client:
+        answer = await client.post("/v1/completions", json={**BODY, "prompt": prompt, "model": "policy@9"})
+    assert answer.status_code == 200
+    assert len(engine.asked) == 3
 
 
 async def test_what_is_no_stream_of_events_is_named() -> None:

@@ -17,15 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_engine.core.adapters import ROOT_HEADER, VERSION_HEADER, asked_version, served_name
+from ckpt_engine.core.adapters import NOT_HERE, ROOT_HEADER, VERSION_HEADER, asked_version, served_name
 from ckpt_engine.core.json_text import load_json
 from ckpt_engine.gate.asgi import Message, Send, refuse
 from ckpt_engine.gate.shelf import Shelf, ShelfPlace
 from ckpt_engine.v1 import weights_pb2
 from ckpt_engine_adapters.vllm.adapter_names import vllm_request
-
-NOT_HERE = "adapter_not_here"
-"""Reason of a 503 for an adapter of which no version for this base is here, and of one for an exact version."""
 
 
 class AdapterNotHereError(Exception):

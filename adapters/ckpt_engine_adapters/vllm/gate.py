@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 from urllib.parse import parse_qs
 
-from ckpt_engine.core.adapters import adapter_versions
+from ckpt_engine.core.adapters import NOT_HERE, adapter_versions
 from ckpt_engine.core.labels import version_label
 from ckpt_engine.gate.asgi import Application, Message, Receive, Scope, Send, answer_json, refuse
 from ckpt_engine.gate.gate import Gate
@@ -27,7 +27,6 @@ from ckpt_engine.gate.salt import CacheSalt
 from ckpt_engine.gate.shelf import ENVIRONMENT as ADAPTERS_VARIABLE
 from ckpt_engine.v1 import weights_pb2
 from ckpt_engine_adapters.vllm.adapter_requests import (
-    NOT_HERE,
     AdapterDoor,
     AdapterModels,
     AdapterNotHereError,
