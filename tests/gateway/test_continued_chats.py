@@ -36,12 +36,14 @@ Ends = Callable[[int], tuple[int, str] | None]
 
 class TextEngine(Engine):
     """strips: the template takes the last letter from a message that is to be continued. beside: a field of the delta
-    with which each leg begins. route: of the questions that were asked."""
+    with which each leg begins. questions: routes of those that were asked. missing: what it says to one instead of
+    answering it."""
 
     def __init__(self, ends: Ends = lambda _leg: None, strips: bool = False, beside: str = "") -> None:
         self.ends, self.strips, self.beside = ends, strips, beside
         self.questions: list[str] = []
         self.refuses = False
+        self.missing: Callable[[], Response | None] = lambda: None
         super().__init__(self._answer, kind="none")
 
     def rendered(self, body: dict[str, Any]) -> list[int]:
@@ -88,6 +90,8 @@ class TextEngine(Engine):
         async def ask(request: Request) -> Response:
             body, route = await request.json(), request.url.path
             self.questions.append(route)
+            if (answer := self.missing()) is not None:
+                return answer
             if self.refuses:
                 return JSONResponse({"error": {"message": "messages must end with the user's"}}, 400)
             if route == "/tokenize":
@@ -189,6 +193,23 @@ async def test_a_chat_whose_first_content_has_not_come_keeps_its_adapter_too() -
     async with asking(engine) as client:
         await client.post("/v1/chat/completions", json={**CHAT, **STREAM, "model": "policy"})
     assert [body["model"] for body in engine.asked] == ["policy", "policy@7"]
+
+
+async def test_a_tokenizer_that_lacks_an_adapter_is_asked_again_and_not_shunned() -> None:
+    """As between an update of the base and that of the adapter."""
+    engine = TextEngine(lambda leg: (4, "broken") if leg == 0 else None)
+    failures: list[int] = []
+
+    def missing() -> Response | None:
+        failures.extend(member.failures for member in engine.gateway.placing.fleet.members.values())
+        problem = {"status": 503, "detail": "adapter policy: it is not here", "reason": "adapter_not_here"}
+        return JSONResponse(problem, 503) if len(failures) == 1 else None
+
+    engine.missing = missing
+    found = await ask(engine, model="policy")
+    assert (found["text"], found["error"]) == (TEXT, None)
+    assert len(failures) > 1
+    assert failures[1] <= failures[0], "the gateway counts no failure of the replica"
 
 
 async def test_it_goes_on_again_and_again_and_so_does_a_message_of_the_callers() -> None:
