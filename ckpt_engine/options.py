@@ -204,7 +204,9 @@ def options_of(message: manager_pb2.UpdateOptions) -> UpdateOptions:
         options["wave"] = message.wave_replicas or message.wave_share
     if message.conditions:
         conditions = message.conditions
-        options["condition"] = [f"{each.name}={each.value!r}" if each.value else each.name for each in conditions]
+        options["condition"] = [
+            f"{each.name}={each.value!r}" if each.value or each.name == "time" else each.name for each in conditions
+        ]
     if message.newer:
         newer: Newer = _word("newer", message.newer, NEWER)
         options["newer"] = newer

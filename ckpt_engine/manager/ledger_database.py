@@ -310,7 +310,7 @@ class Terms:
         return False
 
     def take(self, leader: str, seconds: float) -> Lead | None:
-        """Takes the term for `seconds`, if nobody has it. Returns who has it instead, or None: this manager does.
+        """Takes the term for `seconds`, if no manager has it. Returns the one that has it, or None: this manager does.
         leader: the address under which members reach this manager."""
 
         def run(connection: psycopg.Connection[tuple[Any, ...]]) -> Lead | None:

@@ -1,7 +1,7 @@
 """The ledger's tables in an SQLite file (WAL, ``synchronous=FULL``, mode 0600), which one manager holds alone.
 
-Decides who holds the file, and which schema it has: `FileStore` takes its lock and migrates older schemas. It does not
-decide what is stored.
+Decides which process holds the file, and which schema it has: `FileStore` takes its lock and migrates older schemas. It
+does not decide what is stored.
 
 A lock can be lost (a network file system, a replaced file), so it is not the only guard. Each opening increments the
 file's generation, and every write requires its own generation and the file that it opened. A manager that was overtaken

@@ -84,7 +84,7 @@ class Tasks:
                 )
                 for outcome in report.replicas:
                     for found in outcome.differences:
-                        log.warning("brought anew name=%s since %s", outcome.replica, difference_words(found))
+                        log.warning("brought again name=%s since %s", outcome.replica, difference_words(found))
                     if outcome.outcome != manager_pb2.OUTCOME_NEW_SERVING:
                         name = enum_word(manager_pb2.Outcome, outcome.outcome)
                         problem = outcome.problem.message

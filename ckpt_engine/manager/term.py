@@ -67,8 +67,8 @@ class Term:
         self._fresh = await self._run(lambda: self._terms.prepare(cluster))
 
     async def take(self, leader: str) -> Lead | None:
-        """Takes the term, and renews it from then on, if nobody has it. Returns who has it instead, or None: this
-        manager leads. leader: the address under which members reach it. Raises as `Database.transaction`."""
+        """Takes the term, and renews it from then on, if no manager has it. Returns the one that has it, or None:
+        this manager leads. leader: the address under which members reach it. Raises as `Database.transaction`."""
         start = _now()
         lead = await self._run(lambda: self._terms.take(leader, self._seconds))
         if lead is None:
