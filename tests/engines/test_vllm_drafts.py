@@ -59,13 +59,17 @@ def test_the_targets_own_weights_as_its_draft_guess_right_after_each_update(tmp_
 
 
 def status_says(replica: Replica, fits: Callable[[int, int], bool]) -> None:
-    """Waits until the manager has heard of tokens that were guessed and accepted of which this is so."""
+    """Asks for tokens until the manager has heard of guesses of which this is so. The agent counts from its first look
+    at the version on, which may come after the first tokens."""
 
     def heard() -> bool:
         status = replica.status
-        return status is not None and fits(status.guesses.guessed, status.guesses.accepted)
+        if status is not None and fits(status.guesses.guessed, status.guesses.accepted):
+            return True
+        guesses(replica)
+        return False
 
-    eventually("the manager has heard how guesses went", 60, heard)
+    eventually("the manager has heard how guesses went", 120, heard)
 
 
 @pytest.mark.slow
