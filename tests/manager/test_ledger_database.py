@@ -133,13 +133,15 @@ async def test_a_term_is_renewed_and_ends_by_the_managers_own_clock(postgresql: 
 
 @contextmanager
 def stopped(processes: list[int]) -> Iterator[None]:
-    for each in processes:
-        os.kill(each, signal.SIGSTOP)
     try:
+        for each in processes:
+            with suppress(ProcessLookupError):  # a connection's process that has ended meanwhile
+                os.kill(each, signal.SIGSTOP)
         yield
     finally:
         for each in processes:
-            os.kill(each, signal.SIGCONT)
+            with suppress(ProcessLookupError):
+                os.kill(each, signal.SIGCONT)
 
 
 def backends(address: str) -> list[int]:
