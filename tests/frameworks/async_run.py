@@ -16,12 +16,17 @@ from unittest.mock import patch
 
 import torch
 from datasets import Dataset
-from transformers import AttentionInterface, PreTrainedTokenizerFast
 
-from ckpt_engine.integrations.trl import WeightTransfer
-from ckpt_engine.integrations.updates import RankUpdates
-from tests.frameworks.grpo_run import many_even, say
-from tests.frameworks.words import ToolWords, add, tokenizer
+# vLLM's packages have a torchvision of their own torch, and transformers takes the one that it finds. A process that
+# TRL starts has these packages on its path from the beginning.
+sys.modules["torchvision"] = None  # type: ignore[assignment]
+
+from transformers import AttentionInterface, PreTrainedTokenizerFast  # noqa: E402
+
+from ckpt_engine.integrations.trl import WeightTransfer  # noqa: E402
+from ckpt_engine.integrations.updates import RankUpdates  # noqa: E402
+from tests.frameworks.grpo_run import many_even, say  # noqa: E402
+from tests.frameworks.words import ToolWords, add, tokenizer  # noqa: E402
 
 
 def attention(module: Any, query: Any, key: Any, value: Any, _mask: Any, **options: Any) -> tuple[Any, None]:
