@@ -25,13 +25,7 @@ from ckpt_engine.connection import checked_address
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.problems import CkptEngineError, aborted, internal, precondition
 from ckpt_engine.leader import reached
-from ckpt_engine.options import (
-    DeployAction,
-    MemoryTag,
-    Progress,
-    RollbackOptions,
-    UpdateOptions,
-)
+from ckpt_engine.options import DeployAction, MemoryTag, Progress, RollbackOptions, UpdateOptions
 from ckpt_engine.replica_wait import ReplicaWait
 from ckpt_engine.report import UpdateReport
 from ckpt_engine.security.client import ClientSecurity
@@ -58,9 +52,9 @@ class Client:
         deadlines: Deadlines | None = None,
     ) -> None:
         """address: the manager, host:port, or several with commas between them; none: CKPT_ENGINE_MANAGER, or
-        127.0.0.1:50051. security: certificates and a
-        token; none: those of the environment (CKPT_ENGINE_AUTHORITY, CKPT_ENGINE_TOKEN_FILE …). deadlines: none: the
-        defaults, changed by CKPT_ENGINE_DEADLINES. Dials with the first call.
+        127.0.0.1:50051. security: certificates and a token; none: those of the environment (CKPT_ENGINE_AUTHORITY,
+        CKPT_ENGINE_TOKEN_FILE …). deadlines: none: the defaults, changed by CKPT_ENGINE_DEADLINES. Dials with the first
+        call.
 
         Raises INVALID_ARGUMENT for an invalid address or environment.
         """

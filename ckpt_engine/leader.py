@@ -93,23 +93,16 @@ class _Method:
         return self._methods[self._choose()](*arguments, **options)
 
 
-class LeaderChannel(grpc.aio.Channel):
-    """A channel to the manager that leads among several, for asyncio."""
+class _Methods(Generic[AnyChannel]):
+    """A channel's methods, each on the channel that is taken for the call."""
 
-    def __init__(self, channels: Sequence[grpc.aio.Channel]) -> None:
-        self._choice: _Choice[grpc.aio.Channel] = _Choice(channels, lambda each: each.get_state(try_to_connect=True))
+    _choice: _Choice[AnyChannel]
 
-    async def reach(self, seconds: float = REACH_SECONDS) -> None:
-        """Returns once a manager is known to lead, or after `seconds`; also when none can be reached."""
-        end = time.monotonic() + seconds
-        while True:
-            if self._choice.settled(end):
-                return
-            await asyncio.sleep(LOOK_SECONDS)
+    def _take(self) -> int:
+        raise NotImplementedError
 
     def _method(self, kind: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        methods = [getattr(each, kind)(*arguments, **options) for each in self._choice.channels]
-        return _Method(self._choice.take, methods)
+        return _Method(self._take, [getattr(each, kind)(*arguments, **options) for each in self._choice.channels])
 
     def unary_unary(self, *arguments: Any, **options: Any) -> Any:
         return self._method("unary_unary", arguments, options)
@@ -122,6 +115,24 @@ class LeaderChannel(grpc.aio.Channel):
 
     def stream_stream(self, *arguments: Any, **options: Any) -> Any:
         return self._method("stream_stream", arguments, options)
+
+
+class LeaderChannel(_Methods[grpc.aio.Channel], grpc.aio.Channel):
+    """A channel to the manager that leads among several, for asyncio."""
+
+    def __init__(self, channels: Sequence[grpc.aio.Channel]) -> None:
+        self._choice = _Choice(channels, lambda each: each.get_state(try_to_connect=True))
+
+    async def reach(self, seconds: float = REACH_SECONDS) -> None:
+        """Returns once a manager is known to lead, or after `seconds`; also when none can be reached."""
+        end = time.monotonic() + seconds
+        while True:
+            if self._choice.settled(end):
+                return
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _take(self) -> int:
+        return self._choice.take()
 
     async def close(self, grace: float | None = None) -> None:
         await asyncio.gather(*(each.close(grace) for each in self._choice.channels))
@@ -149,7 +160,7 @@ class LeaderChannel(grpc.aio.Channel):
         await self.close()
 
 
-class BlockingLeaderChannel(grpc.Channel):
+class BlockingLeaderChannel(_Methods[grpc.Channel], grpc.Channel):
     """A channel to the manager that leads among several, for calls that block. Each call waits up to REACH_SECONDS for
     one that is known to lead."""
 
@@ -170,21 +181,6 @@ class BlockingLeaderChannel(grpc.Channel):
         while not self._choice.settled(end):
             time.sleep(LOOK_SECONDS)
         return self._choice.take()
-
-    def _method(self, kind: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        return _Method(self._take, [getattr(each, kind)(*arguments, **options) for each in self._choice.channels])
-
-    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
-        return self._method("unary_unary", arguments, options)
-
-    def unary_stream(self, *arguments: Any, **options: Any) -> Any:
-        return self._method("unary_stream", arguments, options)
-
-    def stream_unary(self, *arguments: Any, **options: Any) -> Any:
-        return self._method("stream_unary", arguments, options)
-
-    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
-        return self._method("stream_stream", arguments, options)
 
     def subscribe(self, callback: Any, try_to_connect: bool = False) -> None:
         for each in self._choice.channels:

@@ -68,7 +68,7 @@ UNTIL: Mapping[Until, manager_pb2.Until] = {
     "first_wave": manager_pb2.UNTIL_FIRST_WAVE,
 }
 
-STRATEGIES: Mapping[Strategy, str] = {each: each for each in get_args(Strategy)}
+STRATEGIES: Mapping[Strategy, Strategy] = {each: each for each in get_args(Strategy)}
 
 DEPLOY_ACTIONS: Mapping[DeployAction, manager_pb2.SteerDeploymentRequest.Action] = {
     "approve": manager_pb2.SteerDeploymentRequest.ACTION_APPROVE,
@@ -199,7 +199,7 @@ def options_of(message: manager_pb2.UpdateOptions) -> UpdateOptions:
     if message.until:
         options["until"] = _word("until", message.until, UNTIL)
     if message.strategy:
-        options["strategy"] = choice("strategy", message.strategy, {each: each for each in STRATEGIES})
+        options["strategy"] = choice("strategy", message.strategy, STRATEGIES)
     if message.wave_replicas or message.wave_share:
         options["wave"] = message.wave_replicas or message.wave_share
     if message.conditions:

@@ -24,12 +24,13 @@ from ckpt_engine.agent.leading import Followers, NodesMissingError
 from ckpt_engine.agent.logs import new_log
 from ckpt_engine.agent.ports import ReservedPort, is_free, owner_of
 from ckpt_engine.agent.process import EngineProcess, EngineProcessError, LineSink
-from ckpt_engine.agent.starting import clear_shelves, engine_process, new_page
+from ckpt_engine.agent.starting import engine_process, new_page
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.engine.adapter import EngineAdapter, EngineCallError, LaunchPlan, load_adapter, load_shelf_module
 from ckpt_engine.engine.node_plan import NodePart, node_plan_of
 from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory, default_root
 from ckpt_engine.gate.page import EnginePage, WorkerWord
+from ckpt_engine.gate.shelf import clear_shelves
 from ckpt_engine.machines.events import EngineReady
 from ckpt_engine.v1 import manager_pb2
 
@@ -290,7 +291,7 @@ class LaunchedEngine:
         """Launches the engine, waits until it answers, and asks for its version and layout."""
         assert self._directory is not None
         page = self.page = new_page(self._directory, self.page)
-        clear_shelves(self._directory)
+        clear_shelves(self._directory.path)
         followers, part = self._followers, None
         if followers is not None:
             assert self._root is not None

@@ -27,14 +27,6 @@ def new_page(directory: EngineDirectory, before: EnginePage | None) -> EnginePag
     return EnginePage(directory.page)
 
 
-def clear_shelves(directory: EngineDirectory) -> None:
-    """Removes what the last engine's workers wrote of adapters, likewise. What agents have there stays."""
-    for shelf in directory.path.glob("adapters/*"):
-        for pattern in ("page", "place-*", "base-*"):
-            for file in shelf.glob(pattern):
-                file.unlink(missing_ok=True)
-
-
 def engine_process(
     plan: LaunchPlan,
     sleeps: bool,

@@ -138,6 +138,13 @@ def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     return None
 
 
+def inside(part: Box, box: Box) -> tuple[slice, ...]:
+    """Where a part of a box lies in it: the slice of each axis."""
+    return tuple(
+        slice(start - first, stop - first) for start, stop, first in zip(part.start, part.stop, box.start, strict=True)
+    )
+
+
 def refine(boxes: Iterable[Box]) -> list[Box]:
     """The common refinement of boxes of one tensor: disjoint, sorted, and each of ``boxes`` is a union of some of them.
 

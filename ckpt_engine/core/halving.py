@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 
@@ -10,11 +11,5 @@ def first_bad(candidates: Sequence[int], is_bad: Callable[[int], bool]) -> int |
 
     is_bad: asked about one version at a time, at most the logarithm of (their number + 1) to base 2, rounded up.
     """
-    low, high = 0, len(candidates)  # those before `low` are good, those from `high` on bad
-    while low < high:
-        middle = (low + high) // 2
-        if is_bad(candidates[middle]):
-            high = middle
-        else:
-            low = middle + 1
-    return candidates[low] if low < len(candidates) else None
+    place = bisect_left(candidates, True, key=is_bad)
+    return candidates[place] if place < len(candidates) else None

@@ -72,11 +72,9 @@ class PartsTarget:
     def _each(self, weights: Weights, load: Callable[[LoadTarget, Weights], object]) -> None:
         for name, group in groupby(weights, key=lambda weight: part_of(weight[0])):
             own = ((own_name(each), tensor) for each, tensor in group)
-            readers = [(name, self._models[name])] if name in self._models else []
-            if not name:
-                readers += [(part, each.target) for part, each in self.parts.items() if each.of_target_checkpoint]
+            readers = self._readers(name)
             copies = tee(own, len(readers)) if len(readers) > 1 else (own,)
-            for (_, model), weights_of in zip(readers, copies, strict=False):
+            for model, weights_of in zip(readers, copies, strict=False):
                 load(model, weights_of)
             if next(iter(copies[-1]), None) is not None:
                 return  # the loader has stopped early: what follows is not handed out, and so found missing
@@ -119,7 +117,7 @@ class PartsTarget:
 
     @contextmanager
     def staging(self) -> Iterator[Iterator[StagedLayer]]:
-        """Stages the target's layers, then those of the parts, so that a layer whose tensor is the target's follows."""
+        """Stages the target's layers first: a part's layer that shares a tensor with the target comes after it."""
         with ExitStack() as stack:
             entered = [(part, stack.enter_context(model.staging())) for part, model in self._models.items()]
             yield (
@@ -133,13 +131,16 @@ class PartsTarget:
         for model in self._models.values():
             model.post_load()
 
+    def _readers(self, part: str) -> list[LoadTarget]:
+        """The models whose loaders get the names of a part."""
+        found = [self._models[part]] if part in self._models else []
+        return found if part else found + [each.target for each in self.parts.values() if each.of_target_checkpoint]
+
     def _joined(self, of: Callable[[LoadTarget], Mapping[str, T]]) -> Mapping[str, T]:
         return {in_part(part, name): each for part, model in self._models.items() for name, each in of(model).items()}
 
     def _first(self, name: str, ask: Callable[[LoadTarget, str], str | None]) -> str | None:
-        models = [self._models[part_of(name)]] if part_of(name) in self._models else []
-        if not part_of(name):
-            models += [each.target for each in self.parts.values() if each.of_target_checkpoint]
+        models = self._readers(part_of(name))
         return next((answer for model in models if (answer := ask(model, own_name(name))) is not None), None)
 
 

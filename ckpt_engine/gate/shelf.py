@@ -43,12 +43,19 @@ def shelf_directory(engine: Path, adapter: str) -> EngineDirectory:
     return EngineDirectory(path)
 
 
+def clear_shelves(engine: Path) -> None:
+    """Removes what the last engine's workers wrote of adapters. What agents have there stays. engine: as above."""
+    for shelf in (engine / _FOLDER).glob("*"):
+        for pattern in ("page", "place-*", "base-*"):
+            for file in shelf.glob(pattern):
+                file.unlink(missing_ok=True)
+
+
 class ShelfPlace:
     """One place of a shelf, as any process of the engine sees it."""
 
     def __init__(self, directory: Path, number: int) -> None:
         """Opens it, and makes its files if they are not there. Raises CkptEngineError: there is no room for them."""
-        self.number = number
         self.page = EnginePage(directory / f"place-{number}")
         self._reader = StateReader(self.page)
         self._roots = directory

@@ -19,8 +19,8 @@ from ckpt_engine.gateway.dialect import MalformedError
 from ckpt_engine.gateway.engine_tokenizer import EngineTokenizer
 from ckpt_engine.gateway.fleet import FleetReplica, Visit
 from ckpt_engine.gateway.journey import Wishes
-from ckpt_engine.gateway.json_numbers import dump, finite_json, load_answer
-from ckpt_engine.gateway.passing import MOST_EARLY, AbortedError, PassedRequest
+from ckpt_engine.gateway.json_numbers import dump, finite_json, load_object
+from ckpt_engine.gateway.passing import AbortedError, PassedRequest
 from ckpt_engine.gateway.placing import Placing
 from ckpt_engine.gateway.refusals import RefusedError
 from ckpt_engine.gateway.rendering import TextQuestion
@@ -108,7 +108,7 @@ class ContinuedChat(PassedRequest):
             events: list[bytes] = []
             for data in map(finite_json, batch):
                 self._remember(data)
-                content = _load(data)
+                content = load_object(data)
                 self._head = self._head or {name: content[name] for name in _HEAD if name in content}
                 choice = _choice(content)
                 if choice is None:
@@ -129,13 +129,7 @@ class ContinuedChat(PassedRequest):
                         self._ended = True
                     if later or has_ended(choice):
                         data = dump(self._of_the_answer(content) if later else content)
-                if self._started or choice is None or says(content) or len(early) == MOST_EARLY:
-                    visit.begin()
-                    self._bring(leg)
-                    events += [*early, data]
-                    early = []
-                else:
-                    early.append(data)
+                events += self._released(data, choice is None or says(content), early, visit, leg)
             await self._tell(events)
         self._started = True
         await self._tell(early)
@@ -152,8 +146,7 @@ class ContinuedChat(PassedRequest):
 
     def _bring(self, leg: Leg) -> None:
         """Notes that a leg brings something for the caller."""
-        self._started = True
-        self._pieces += 1
+        super()._bring(leg)
         if not self._legs or self._legs[-1] is not leg:
             self._legs.append(leg)
 
@@ -217,10 +210,7 @@ class ContinuedChat(PassedRequest):
     def _about(self, spans: list[Span], counted: bool) -> dict[str, Any]:
         """counted: whether the engine told how many tokens the last leg has."""
         summary = version_summary(spans)
-        legs = [
-            {"replica": leg.replica, "first": leg.offset, "count": leg.count, "ended": leg.outcome}
-            for leg in self._legs
-        ]
+        legs = [leg.to_dict() for leg in self._legs]
         if not counted:
             summary["spans"][-1]["count"] = legs[-1]["count"] = None
         return {**summary, "resumes": len(legs) - 1, "legs": legs, "resumed_by": BY_TEXT}
@@ -307,15 +297,6 @@ class ContinuedChat(PassedRequest):
             usage = {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
             events.append({**chunk, "choices": [], "usage": usage})
         await self._writer.events(events, done=True)
-
-
-def _load(data: bytes) -> dict[str, Any]:
-    """Parses an event; empty: it is not an object."""
-    try:
-        content = load_answer(data)
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _choice(content: Mapping[str, Any]) -> dict[str, Any] | None:

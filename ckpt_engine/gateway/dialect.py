@@ -60,10 +60,7 @@ class Legs(ABC):
 
     def about_versions(self, stitch: Stitch) -> dict[str, Any]:
         """The `ckpt_engine` object of a sample's answer: its versions and legs."""
-        legs = [
-            {"replica": leg.replica, "first": leg.offset, "count": leg.count, "ended": leg.outcome}
-            for leg in stitch.legs
-        ]
+        legs = [leg.to_dict() for leg in stitch.legs]
         about = {**version_summary(stitch.spans()), "resumes": stitch.resumes, "legs": legs}
         if (scored := stitch.prompt_span()) is not None:
             about["prompt"] = scored.to_dict()

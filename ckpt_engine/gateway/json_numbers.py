@@ -40,6 +40,15 @@ def load_answer(data: bytes) -> Any:
     return _shallow(data, load_json(data, parse_constant=lambda name: None))
 
 
+def load_object(data: bytes) -> dict[str, Any]:
+    """Parses an engine's JSON as `load_answer`; empty: it is not an object."""
+    try:
+        content = load_answer(data)
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def dump(content: Any, large: bool = False) -> bytes:
     """Encodes JSON, with null for numbers that are not finite. large: in steps."""
     write = dump_in_steps if large else _dump

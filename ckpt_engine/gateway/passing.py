@@ -174,17 +174,13 @@ class PassedRequest:
             await self._relay_events(stream, member, visit, leg)
             return
         body = finite_json(await stream.whole())
-        try:
-            content = load_answer(body)
-        except ValueError:
-            content = None
+        content = _load(body)
         samples = samples_of(content)
         if any(map(was_aborted, samples)):
             raise AbortedError
         believed = not member.news.mislabels
         self._check(name_versions(content, leg, believed, why=self._why), leg)
         if samples:
-            name_versions(content, leg, believed, why=self._why)
             if self._writer.stamps:
                 stamp_versions(content)
             body = dump(content)
@@ -194,7 +190,7 @@ class PassedRequest:
         early: list[bytes] = []  # leading events without content, held back
         checked = False
         async for batch in stream.events():
-            events = []
+            events: list[bytes] = []
             for data in map(finite_json, batch):
                 self._remember(data)
                 if self._started and not may_end(data):
@@ -211,23 +207,33 @@ class PassedRequest:
                     counts = {number: len(ids) for number, ids in self._ids.items()}
                     believed = not member.news.mislabels
                     self._check(name_versions(content, leg, believed, counts, self._why), leg)
-                    name_versions(content, leg, believed, counts, self._why)
                     if self._writer.stamps:
                         stamp_versions(content)
                     data = dump(content)
-                if self._started or says(content) or len(early) == MOST_EARLY:
-                    visit.begin()
-                    self._pieces += 1
-                    events += [*early, data]
-                    early, self._started = [], True
-                else:
-                    early.append(data)
+                events += self._released(data, says(content), early, visit, leg)
             await self._tell(events)
         if not checked:
             self._check([], leg)
         self._started = True
         await self._tell(early)
         await self._writer.events([], done=True)
+
+    def _released(self, data: bytes, brings: bool, early: list[bytes], visit: Visit, leg: Leg) -> list[bytes]:
+        """What the caller gets now: an event, behind those that are held back in `early`; nothing: it is held back too.
+        brings: whether it has content."""
+        if not (self._started or brings or len(early) == MOST_EARLY):
+            early.append(data)
+            return []
+        visit.begin()
+        self._bring(leg)
+        events = [*early, data]
+        early.clear()
+        return events
+
+    def _bring(self, leg: Leg) -> None:
+        """Notes that a leg brings something for the caller."""
+        self._started = True
+        self._pieces += 1
 
     async def _tell(self, events: Sequence[bytes]) -> None:
         if events and self._started:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckpt_engine.core.version_stamps import stamp
 from ckpt_engine.gateway.fleet import FleetReplica, Visit
-from ckpt_engine.gateway.json_numbers import dump, finite_json, load_answer
+from ckpt_engine.gateway.json_numbers import dump, finite_json, load_object
 from ckpt_engine.gateway.passing import AbortedError, PassedRequest
 from ckpt_engine.gateway.samples import PASSED_ON
 from ckpt_engine.gateway.stitching import Leg
@@ -40,7 +40,7 @@ class PassedResponse(PassedRequest):
         if visit.cut:
             raise AbortedError
         self._check([], leg)
-        content = _object(body)
+        content = load_object(body)
         if content:
             body = dump(self._with_versions(content, leg))
         await self._writer.answer(stream.status, (stream.content_type or "application/json").encode(), body, {})
@@ -50,7 +50,7 @@ class PassedResponse(PassedRequest):
         ended = False
         async for batch in stream.events(done=False):
             for data in map(finite_json, batch):
-                content = _object(data)
+                content = load_object(data)
                 name = str(content.get("type", ""))
                 if name in _LAST:
                     await self._tell(events)
@@ -86,15 +86,6 @@ class PassedResponse(PassedRequest):
         if self._writer.stamps:
             stamp(content, summary["min_version"], summary["max_version"])
         return content
-
-
-def _object(data: bytes) -> dict[str, Any]:
-    """The parsed object; empty: it is none."""
-    try:
-        content = load_answer(data)
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _event(name: str, data: bytes) -> bytes:

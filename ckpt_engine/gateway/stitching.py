@@ -97,6 +97,10 @@ class Leg:
         origin = next(iter(self.spans()), None) or Span(0, 0, *self.bounds(), exact=False, caches=RECOMPUTED)
         return replace(origin, first=first, count=count)
 
+    def to_dict(self) -> dict[str, Any]:
+        """It as an answer tells it."""
+        return {"replica": self.replica, "first": self.offset, "count": self.count, "ended": self.outcome}
+
 
 class OverrunError(Exception):
     """An engine sent more tokens than were requested."""

@@ -21,7 +21,7 @@ import torch
 
 from ckpt_engine.copy.background import in_background
 from ckpt_engine.copy.prepared import PreparedCopy
-from ckpt_engine.core.boxes import Box
+from ckpt_engine.core.boxes import Box, inside
 from ckpt_engine.core.names import some
 from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, internal
 from ckpt_engine.core.transports import FILES, GPU_MEMORY, is_collective, memory_of
@@ -170,12 +170,8 @@ def _aligned(size: int) -> int:
 
 
 def _move(read: PieceRead, place: torch.Tensor, box: Box) -> Move:
-    inside = tuple(
-        slice(start - first, stop - first)
-        for start, stop, first in zip(read.box.start, read.box.stop, box.start, strict=True)
-    )
     shape = read.destination.shape
-    return Move(read.region, read.offset, shape, read.stride, read.dtype, place[inside], read.stored)
+    return Move(read.region, read.offset, shape, read.stride, read.dtype, place[inside(read.box, box)], read.stored)
 
 
 class _Nearness:

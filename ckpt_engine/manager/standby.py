@@ -25,7 +25,7 @@ from ckpt_engine.manager.about import software_version
 from ckpt_engine.manager.errors import problem_document, refuse
 from ckpt_engine.manager.http_access import PROBLEM_TYPE
 from ckpt_engine.manager.http_messages import answer
-from ckpt_engine.manager.ledger_database import Lead, is_database
+from ckpt_engine.manager.ledger_database import is_database
 from ckpt_engine.manager.service import (
     SERVICES,
     ManagerConfig,
@@ -118,7 +118,7 @@ async def _take(config: ManagerConfig, term: Term, stop: asyncio.Event) -> bool:
                 return True
             level, news = logging.INFO, f"leader={term.lead.leader} term={term.lead.number}"
         except CkptEngineError as error:
-            term.lead, level, news = Lead(0, "", 0.0), logging.WARNING, error.problem.message
+            term.lead, level, news = None, logging.WARNING, error.problem.message
         if news != last_news:
             log.log(level, "standing by grpc=%s ledger=%s %s", leader, term.name, news)
         last_news = news

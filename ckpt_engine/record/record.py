@@ -287,9 +287,8 @@ def _check_used(
             absent[index] = why
         elif target.elsewhere(name) is not None:
             elsewhere.append(index)
-        else:
+        elif target.ignored(name) is None:
             unknown.append(name)
-    unknown = [name for name in unknown if target.ignored(name) is None]
     if unknown:
         more = f" and {len(unknown) - 16} more" if len(unknown) > 16 else ""
         raise invalid(

@@ -33,7 +33,7 @@ from ckpt_engine.core.boxes import Box
 from ckpt_engine.core.manifest import blob_digest, canonical
 from ckpt_engine.core.offers import by_transport, holder_id, region_offered
 from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, precondition, unavailable
-from ckpt_engine.core.sealed_record import read_record
+from ckpt_engine.core.sealed_record import ProvenRecord, read_record
 from ckpt_engine.core.sizes import in_words
 from ckpt_engine.digest.boxes import digest_boxes
 from ckpt_engine.machines.events import OfferedVersion
@@ -138,7 +138,7 @@ class Archive:
             self._make_room(end)
             part = self._directory / f"{_PART}{_name(held.identity)}"
             try:
-                self._write_part(part, about, held.sealed)
+                self._write_part(part, about, held)
                 folder = self._directory / _name(held.identity)
                 _remove(folder)
                 part.rename(folder)
@@ -217,16 +217,16 @@ class Archive:
 
     # -- writing
 
-    def _write_part(self, part: Path, about: ArchivedVersion, memories: Sequence[torch.Tensor]) -> None:
+    def _write_part(self, part: Path, about: ArchivedVersion, held: SlotVersion) -> None:
         _remove(part)
         part.mkdir()
         with (part / _WEIGHTS).open("wb", buffering=0) as file:
-            for shard, memory in zip(about.shards, memories, strict=True):
+            for shard, memory in zip(about.shards, held.sealed, strict=True):
                 file.write(bytes(shard.offset - file.tell()))
                 self._write(file.fileno(), memory)
             file.write(bytes(about.bytes - file.tell()))
             os.fsync(file.fileno())
-        self._check(about, self._table(part, about))
+        self._check(about, self._table(part, about), [held.recorded])
         with (part / _ABOUT).open("wb") as file:
             file.write(about.SerializeToString(deterministic=True))
             file.flush()
@@ -241,10 +241,10 @@ class Archive:
                 raise aborted("the relay is being stopped")
             at += os.write(descriptor, data[at : at + _WRITE_BYTES])
 
-    def _check(self, about: ArchivedVersion, table: SourceTable) -> None:
+    def _check(self, about: ArchivedVersion, table: SourceTable, others: Sequence[ProvenRecord] = ()) -> None:
         """Reads a version back. Raises DATA_LOSS, naming a tensor, unless it is as it was sealed; ABORTED once the
-        archive is closed."""
-        recorded = read_record(about.record, about.identity.root)
+        archive is closed. others: see `read_record`."""
+        recorded = read_record(about.record, about.identity.root, others)
         boxes = [(view, shard.start) for view, shard in zip(_mapped(table), table.shards, strict=True)]
         values: list[int] = []
         while len(values) < len(boxes):
@@ -306,12 +306,13 @@ class Archive:
 
     def _read_all(self) -> list[Archived]:
         found: list[tuple[float, Archived]] = []
+        proven: list[ProvenRecord] = []  # one of each cutting, which further versions share
         for folder in sorted(self._directory.iterdir()):
             if folder.name.startswith(_PART):
                 _remove(folder)
             elif folder.is_dir() and not folder.name.startswith(_ASIDE):
                 try:
-                    found.append(((folder / _ABOUT).stat().st_mtime, self._read(folder)))
+                    found.append(((folder / _ABOUT).stat().st_mtime, self._read(folder, proven)))
                 except (CkptEngineError, OSError, DecodeError) as error:
                     log.error("%s in the archive cannot be read, and is not offered: %s", folder, _words(error))
         versions = [each for _, each in sorted(found, key=lambda pair: pair[0])]
@@ -321,10 +322,13 @@ class Archive:
             _remove(each.folder)
         return versions[-self._keep :]
 
-    def _read(self, folder: Path) -> Archived:
-        """Reads what a folder says of itself. Raises DATA_LOSS, OSError, DecodeError."""
+    def _read(self, folder: Path, proven: list[ProvenRecord]) -> Archived:
+        """Reads what a folder says of itself. proven: records that were read; this one joins them if it is cut in
+        another way. Raises DATA_LOSS, OSError, DecodeError."""
         about = self._about(folder)
-        read_record(about.record, about.identity.root)
+        recorded = read_record(about.record, about.identity.root, proven)
+        if all(each.cut is not recorded.cut for each in proven):
+            proven.append(recorded)
         size = (folder / _WEIGHTS).stat().st_size
         if size != about.bytes:
             raise data_loss(f"its weights have {size} bytes, not {about.bytes}")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ckpt_engine.core.boxes import Box
+from ckpt_engine.core.boxes import Box, inside
 from ckpt_engine.core.relay_layout import SlotLayout
 from ckpt_engine.core.sealed_record import ProvenRecord
 from ckpt_engine.delta.coding import Bits
@@ -46,24 +46,31 @@ class CellMemory:
         tensor = int(self.recorded.cut.tensor[cell])
         return self._specs[tensor], self.recorded.boxes[tensor][cell - self.recorded.first[tensor]]
 
-    def read(self, cell: int) -> torch.Tensor:
-        """A cell's elements, of its box's shape, contiguous: the slot's own memory where it lies there in one piece."""
+    def room(self, cell: int) -> torch.Tensor:
+        """Memory for a cell's elements, of its box's shape, contiguous: the slot's own where the cell lies there in one
+        piece, else new memory that holds nothing yet."""
         atoms = self._atoms[cell]
         if len(atoms) == 1:
             return self._atom(atoms[0])
         spec, box = self.place(cell)
-        found = torch.empty(box.shape, dtype=torch_dtype(spec.dtype))
-        for atom in atoms:
-            found[_inside(self._layout.atoms[atom].box, box)] = self._atom(atom)
+        return torch.empty(box.shape, dtype=torch_dtype(spec.dtype))
+
+    def read(self, cell: int) -> torch.Tensor:
+        """A cell's elements, in the memory that `room` gives."""
+        found, atoms = self.room(cell), self._atoms[cell]
+        if len(atoms) > 1:
+            _, box = self.place(cell)
+            for atom in atoms:
+                found[inside(self._layout.atoms[atom].box, box)] = self._atom(atom)
         return found
 
     def write(self, cell: int, elements: torch.Tensor) -> None:
-        """Writes what `read` returned, if that was not the slot's own memory."""
+        """Writes what `room` returned, if that was not the slot's own memory."""
         atoms = self._atoms[cell]
         if len(atoms) > 1:
             _, box = self.place(cell)
             for atom in atoms:
-                self._atom(atom).copy_(elements[_inside(self._layout.atoms[atom].box, box)])
+                self._atom(atom).copy_(elements[inside(self._layout.atoms[atom].box, box)])
 
     def cells_of(self, spec: TensorSpec, box: Box) -> tuple[int, ...] | None:
         """The cells whose union is a box of a tensor; None: it is no union of cells, or of another tensor."""
@@ -85,7 +92,7 @@ class CellMemory:
         spec, _ = self.place(next(iter(cells)))
         found = torch.empty(box.shape, dtype=torch_dtype(spec.dtype))
         for cell in cells:
-            found[_inside(self.place(cell)[1], box)] = self.read(cell)
+            found[inside(self.place(cell)[1], box)] = self.read(cell)
         return BoxBits(bits_of(found), digest)
 
     def _atom(self, number: int) -> torch.Tensor:
@@ -96,10 +103,3 @@ class CellMemory:
 def bits_of(elements: torch.Tensor) -> Bits:
     """Elements as unsigned numbers of their width: the same memory. elements: contiguous."""
     return elements.reshape(-1).view(torch.uint8).numpy().view(f"<u{elements.itemsize}")
-
-
-def _inside(part: Box, box: Box) -> tuple[slice, ...]:
-    """Where a part of a box lies in it."""
-    return tuple(
-        slice(start - first, stop - first) for start, stop, first in zip(part.start, part.stop, box.start, strict=True)
-    )

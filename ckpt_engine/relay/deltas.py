@@ -32,7 +32,6 @@ from ckpt_engine.digest.factors import MASK
 from ckpt_engine.relay.cell_memory import BoxBits, CellMemory, bits_of
 from ckpt_engine.relay.delta_figures import DeltaFigures
 from ckpt_engine.transport.base import DeltaAnswer
-from ckpt_engine.v1.weights_pb2 import TensorSpec
 
 log = logging.getLogger("ckpt_engine.relay")
 
@@ -104,8 +103,6 @@ class DeltaMaker:
 
         rate: bytes a second that the way to the asker carries; None: unknown.
         """
-        if self._use == "never":
-            return DeltaAnswer(why="it sends no deltas")
         base, key = self._bases.get(root), (number, root)
         if base is None:
             return DeltaAnswer(why=f"it does not hold the base {root.hex()[:16]}")
@@ -201,7 +198,7 @@ class DeltaTaker:
             old = self._base.box(self._memory, cell)
             if old is None:
                 raise internal("a chunk was asked for as a delta of what is not held")
-            elements = self._memory.read(cell)
+            elements = self._memory.room(cell)
             bits = bits_of(elements)
             bits[:] = old.bits
             for part in blocks(len(bits)):
@@ -224,9 +221,6 @@ class DeltaTaker:
         for cell in self._chunks[number].cells:
             spec, box = self._memory.place(cell)
             figures.elements[spec.name] += box.volume
-        for spec in {spec.name: spec for spec in map(self._spec, self._chunks[number].cells)}.values():
-            figures.tensors[spec.name] += changed[spec.name]
-            figures.changed_bytes += changed[spec.name] * itemsize(spec.dtype)
-
-    def _spec(self, cell: int) -> TensorSpec:
-        return self._memory.place(cell)[0]
+            count = changed.pop(spec.name, 0)  # of all cells of this tensor in the chunk
+            figures.tensors[spec.name] += count
+            figures.changed_bytes += count * itemsize(spec.dtype)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from ckpt_engine.core.boxes import inside
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline
 from ckpt_engine.core.rates import Rate
 from ckpt_engine.core.relay_layout import SlotLayout
@@ -120,12 +121,8 @@ class SlotFilling:
             covered = 0
             for box, holders in sources.holders(atom.tensor, atom.box):
                 covered += box.volume
-                inside = tuple(
-                    slice(start - first, stop - first)
-                    for first, start, stop in zip(atom.box.start, box.start, box.stop, strict=True)
-                )
                 if holders:
-                    pieces += parts_of(ReadPiece(atom.cell, atom.tensor, box, whole[inside], holders))
+                    pieces += parts_of(ReadPiece(atom.cell, atom.tensor, box, whole[inside(box, atom.box)], holders))
                 else:
                     self._unheld.setdefault(atom.cell, sources.why_not(atom.tensor, box))
             if covered != atom.box.volume:

@@ -55,7 +55,10 @@ def of_relay(state: RelayState) -> Iterable[Metric]:
         "ckpt_engine_relay_brought_bytes": ("Bytes that were brought for versions held.", state.brought_bytes),
         "ckpt_engine_relay_brought_seconds": ("What that took, without waiting for readers.", state.brought_seconds),
         "ckpt_engine_relay_network_bytes": ("Bytes that other relays sent for versions held.", state.network_bytes),
-        "ckpt_engine_relay_delta_bytes": ("Bytes of what came as what had changed, in full.", state.delta_bytes),
+        "ckpt_engine_relay_delta_bytes": (
+            "Bytes that the chunks which came as deltas have in full.",
+            state.delta_bytes,
+        ),
         "ckpt_engine_relay_changed_bytes": ("Bytes of these that had changed.", state.changed_bytes),
     }
     yield from labelled(CounterMetricFamily, "relay", state.relay, counters)

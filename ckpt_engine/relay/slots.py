@@ -372,12 +372,14 @@ class Slots:
             overruled = self._ways.retire(slot)
             self._lent[slot] = None
         waited, layout = time.monotonic() - began, ready.filling.layout
-        memory, base = CellMemory(ready.recorded, layout, ready.memory.at), self._base(slot)
-        maker = DeltaMaker(self._deltas, memory, ready.filling.chunks, base, layout.bytes)
+        maker: DeltaMaker | None = None
+        taker: DeltaTaker | None = None
+        if self._deltas != "never":
+            memory, base = CellMemory(ready.recorded, layout, ready.memory.at), self._base(slot)
+            maker = DeltaMaker(self._deltas, memory, ready.filling.chunks, base, layout.bytes)
+            if base is not None:
+                taker = DeltaTaker(memory, ready.filling.chunks, base, maker.keep)
         lending = self._lend(slot, wish, ready, maker, before is not None)
-        taker = None
-        if base is not None and self._deltas != "never":
-            taker = DeltaTaker(memory, ready.filling.chunks, base, maker.keep)
         try:
             filled = ready.filling.run(
                 ready.recorded, stop_at, stop, progress, self._table(wish, ready), self._askers, lending, taker
@@ -418,19 +420,23 @@ class Slots:
         """The version in the other slot, as the base of deltas of what is brought into this one."""
         other = next(number for number in range(SLOTS) if number != slot)
         held = self._held[other]
-        if held is None or not held.cells:
+        cells = frozenset[int]() if held is None else held.cells
+        if held is None or not cells:
             return None
         memory = CellMemory(held.recorded, held.layout, partial(self._arena.tensor, other))
-        return DeltaBase(memory, held.cells, lambda: self._held[other] is held)
+        return DeltaBase(memory, cells, lambda: self._held[other] is held)
 
-    def _lend(self, slot: int, wish: FillWish, ready: _Ready, maker: DeltaMaker, more: bool) -> ChunkLending | None:
+    def _lend(
+        self, slot: int, wish: FillWish, ready: _Ready, maker: DeltaMaker | None, more: bool
+    ) -> ChunkLending | None:
         """Lends the slot to relays of other hosts while it is filled. more: it is lent already."""
         filling, lent = ready.filling, self._lent[slot]
         if more and lent is not None:
             lent.resume()
             return lent
         key = filling.key(ready.recorded)
-        chunks = LentChunks(slot, key, filling.places.runs, filling.places.held, wish.passed, maker.make)
+        make = None if maker is None else maker.make
+        chunks = LentChunks(slot, key, filling.places.runs, filling.places.held, wish.passed, make)
         lent = self._lent[slot] = self._ways.lend_chunks(chunks)
         return lent
 

@@ -6,8 +6,10 @@ tensors; each has regions of its own, and both are sealed one after the other in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from itertools import accumulate
 
 import torch
 
@@ -36,6 +38,8 @@ class PartsSource:
             )
         self._table = _joined({part: source.table() for part, source in sources.items()})
         self._own_digests = [blob_digest(canonical(source.table())) for source in sources.values()]
+        # For each source the number of the shard behind its last one.
+        self._ends = list(accumulate(len(source.table().shards) for source in sources.values()))
         self._split: tuple[Atoms, list[Atoms]] | None = None  # of the last digest: sources know their atoms again
 
     def table(self) -> SourceTable:
@@ -62,8 +66,7 @@ class PartsSource:
         if self._split is None or self._split[0] is not atoms:
             self._split = atoms, self._atoms_of_each(atoms)
         digests = [iter(source.digest(own)) for source, own in zip(self._sources.values(), self._split[1], strict=True)]
-        ends = self._ends()
-        return [next(digests[_index(ends, atom.shard)]) for atom in atoms.atoms]
+        return [next(digests[bisect_right(self._ends, atom.shard)]) for atom in atoms.atoms]
 
     def not_finite(self) -> list[str]:
         """Names of the tensors in which the last `digest` found NaN or infinity."""
@@ -81,21 +84,14 @@ class PartsSource:
                 stack.callback(source.close)
         self._split = None
 
-    def _ends(self) -> list[int]:
-        """For each source the number of the shard behind its last one."""
-        ends = [0]
-        for source in self._sources.values():
-            ends.append(ends[-1] + len(source.table().shards))
-        return ends[1:]
-
     def _atoms_of_each(self, atoms: Atoms) -> list[Atoms]:
         """The atoms of each source, with its own numbers of shards."""
-        ends = self._ends()
+        ends = self._ends
         split = [Atoms(table_digest=digest) for digest in self._own_digests]
         for atom in atoms.atoms:
             if atom.shard >= ends[-1]:
                 raise invalid(f"an atom is of shard {atom.shard}, and {ends[-1]} are published")
-            index = _index(ends, atom.shard)
+            index = bisect_right(ends, atom.shard)
             own = split[index].atoms.add()
             own.CopyFrom(atom)
             own.shard -= ends[index - 1] if index else 0
@@ -110,10 +106,6 @@ def first_region_behind(source: Source) -> int:
 def kept_in(part: str, dtypes: Kept) -> dict[str, str]:
     """Those dtypes that are of this part, by the names that it has itself (core/kept.py)."""
     return {own_name(kind): dtype for kind, dtype in dtypes.items() if part_of(kind) == part}
-
-
-def _index(ends: Sequence[int], shard: int) -> int:
-    return next(index for index, end in enumerate(ends) if shard < end)
 
 
 def _joined(tables: Mapping[str, SourceTable]) -> SourceTable:

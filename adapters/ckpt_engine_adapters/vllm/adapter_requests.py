@@ -19,7 +19,7 @@ from typing import Any
 
 from ckpt_engine.core.adapters import NOT_HERE, ROOT_HEADER, VERSION_HEADER, asked_version, served_name
 from ckpt_engine.core.json_text import load_json
-from ckpt_engine.gate.asgi import Message, Send, refuse
+from ckpt_engine.gate.asgi import Message, Send, refuse, with_headers
 from ckpt_engine.gate.shelf import Shelf, ShelfPlace
 from ckpt_engine.v1 import weights_pb2
 from ckpt_engine_adapters.vllm.adapter_names import vllm_request
@@ -60,7 +60,7 @@ class PinnedRequest:
                     replaced = True
                     await refuse("http", send, 503, self.refusal, NOT_HERE, 1)
                 else:
-                    message["headers"] = [*message.get("headers", ()), *headers]
+                    message = with_headers(message, headers)
             if not replaced:
                 await send(message)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from functools import cached_property
 from typing import TypeAlias
 
 from ckpt_engine.core.names import some
@@ -75,10 +76,14 @@ class Deployment:
         """The epoch of its first commit, which names it."""
         return self.waves[0].epoch
 
-    @property
+    @cached_property
     def in_waves(self) -> frozenset[str]:
         """The replicas of all waves so far."""
         return frozenset(name for wave in self.waves for name in wave.replicas)
+
+    def meets(self, pool: str, lineage: str) -> bool:
+        """Whether it is undecided, and about the same pool or lineage."""
+        return self.state == UNDECIDED and (pool == self.pool or lineage == self.target.lineage)
 
     def with_wave(self, epoch: int, replicas: Iterable[str]) -> Deployment:
         """It with one more wave."""

@@ -128,8 +128,8 @@ class Deployments:
     # -- begin
 
     def take_up(self, rows: Iterable[manager_pb2.Deployment], now: float) -> None:
-        """Takes the undecided deployments of the ledger. One that was undecided here, and is not there, was decided by
-        the write that was not answered."""
+        """Takes the undecided deployments of the ledger. A deployment that is undecided here and missing there
+        was decided: the unanswered write took effect."""
         found = {row.number: row for row in map(Deployment.of, rows)}
         for number, course in list(self.courses.items()):
             row = self.state.deployments[number]
@@ -170,7 +170,7 @@ class Deployments:
             if goal.is_attempt:
                 if goal.replicas[0] in self.courses[number].selecting:
                     return False
-            elif not goal.dry_run and row.state == deploy.UNDECIDED and _meets(row, goal):
+            elif not goal.dry_run and row.meets(goal.pool, goal.lineage):
                 return False
         return True
 
@@ -180,7 +180,7 @@ class Deployments:
             for each in coming:
                 is_it = (each.goal.lineage, each.goal.version) == (row.target.lineage, row.target.number)
                 waits = is_it or row.newer == manager_pb2.NEWER_WAIT
-                if row.state == deploy.UNDECIDED and not waits and not each.goal.dry_run and _meets(row, each.goal):
+                if not waits and not each.goal.dry_run and row.meets(each.goal.pool, each.goal.lineage):
                     self.courses[number].undo = self.courses[number].undo or f"{each.description} superseded it"
 
     def take_attempt(self, update: Update) -> None:
@@ -518,11 +518,6 @@ class Deployments:
         why = f"the deployment was undone: {row.reason}" if row.state == deploy.UNDONE else "its wave has not come"
         why = "it has not been brought to the version yet" if in_wave and row.state != deploy.UNDONE else why
         return presumed_outcome(name, replica, fence, unavailable(why, replica=name).problem, is_ordered=False)
-
-
-def _meets(row: Deployment, goal: Goal) -> bool:
-    """Whether a call is about the same pool or lineage."""
-    return not goal.is_attempt and (goal.pool == row.pool or goal.lineage == row.target.lineage)
 
 
 def _ended(row: Deployment) -> str:

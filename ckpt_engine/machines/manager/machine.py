@@ -194,9 +194,8 @@ class ManagerMachine:
 
     def _phase(self) -> str:
         sleep_wake = [] if self._sleep_wake is None else [self._sleep_wake.describe()]
-        running = "; ".join([*(update.describe() for update in self._updates.all()), *sleep_wake])
-        running = "; ".join(filter(None, (running, self._deployments.describe())))
-        return running or self._turns.describe() or "idle"
+        running = [*(update.describe() for update in self._updates.all()), *sleep_wake, self._deployments.describe()]
+        return "; ".join(filter(None, running)) or self._turns.describe() or "idle"
 
     # -- members
 

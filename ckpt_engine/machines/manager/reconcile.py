@@ -96,12 +96,12 @@ class CatchUp:
                 continue
             attempts.no_source = ""
             published, record = supply
-            deployment = self.state.deployment_of(replica.name)
             if _given_up(replica, attempts):
                 continue
             if not attempts.due(now):
                 delays.append(attempts.next - now)
                 continue
+            deployment = self.state.deployment_of(replica.name)
             goal = Goal(
                 lineage=content.identity.lineage,
                 version=content.identity.number,

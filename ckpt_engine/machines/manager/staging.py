@@ -42,8 +42,7 @@ def stage(state: ManagerState, goal: Goal, options: manager_pb2.UpdateOptions) -
         goal.prefetch = manager_pb2.PREFETCH_ALWAYS
     if strategy.needs_all:
         goal.min_replicas = len(goal.replicas)
-    rows = [row for row in state.deployments.values() if row.state == deploy.UNDECIDED]
-    if any(goal.pool == row.pool or goal.lineage == row.target.lineage for row in rows):
+    if any(row.meets(goal.pool, goal.lineage) for row in state.deployments.values()):
         return goal  # it begins once that is decided, and is staged then
     commits = {name: state.versions.commit_of(name) for name in goal.replicas}
     known = [commit for commit in commits.values() if commit is not None]
@@ -84,8 +83,8 @@ def check_way_back(state: ManagerState, strategy: str, base: Version, replicas: 
     if lacking := _cannot_go_back(state, base, replicas):
         raise precondition(
             f"strategy {strategy!r} must be able to bring replicas back to {base}, and nothing that {some(lacking)} "
-            "could read it from goes on holding it: run a relay on each of their hosts and update with "
-            "prefetch='always' or a strategy, so that relays hold what is served; or use strategy 'all'",
+            "could read it from goes on holding it: with a relay on each of their hosts, update once with "
+            "prefetch='always', so that relays hold what is served; or use strategy 'all'",
             replica=lacking[0],
         )
 

@@ -19,7 +19,7 @@ Every message that must be acted on is sent again until it is answered, and at o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from ckpt_engine.core.enums import enum_word
@@ -135,8 +135,8 @@ class SealJob(Job):
         record, root = (None, b"") if goal.held is None else (goal.held.record, goal.held.identity.root)
         workers, members = self._recipients.workers(), self._parts.collective.replicas
         relays = relay_hosts(self._course.state)
-        task = CompilePlans(goal.published, workers, seconds, record, root, members, goal.dry_run, relays)
-        self._pipeline.run(replace(task, keeps_draft=goal.keeps_draft))
+        keeps, dry = goal.keeps_draft, goal.dry_run
+        self._pipeline.run(CompilePlans(goal.published, workers, seconds, record, root, members, dry, relays, keeps))
         return None
 
     def _seal(self, compiled: Compiled, now: float) -> Job | None:
