@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from ckpt_engine.channel import ManagerStub
+from ckpt_engine.host.relay_directory import DIRECTORY
 from ckpt_engine.v1 import manager_pb2
 from tests.ports import free_address
 from tests.waiting import eventually
@@ -152,6 +153,12 @@ class Cluster:
         self.manager: subprocess.Popen[bytes]
         self.channel = grpc.insecure_channel(address)
         self._stub = ManagerStub(self.channel)
+        self._environment = {
+            # Threads of small models only wait for each other, and two engines share two cores.
+            "OMP_NUM_THREADS": "1",
+            # Tests that run at the same time have relays on this host, too.
+            DIRECTORY: os.environ.get(DIRECTORY) or str(path / "relays"),
+        }
 
     def status(self) -> manager_pb2.GetStatusResponse:
         response: manager_pb2.GetStatusResponse = self._stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60)
@@ -170,15 +177,14 @@ class Cluster:
         command = [*self.before, sys.executable, "-m", "ckpt_engine", "agent", "--manager", self.address]
         command += ["--engine", kind, "--model", str(model), "--name", name, "--engine-output", *options]
         command += ["--", *arguments]
-        # Threads of small models only wait for each other, and two engines share two cores.
-        replica = Replica(self, name, command, {"OMP_NUM_THREADS": "1", **(environment or {})})
+        replica = Replica(self, name, command, {**self._environment, **(environment or {})})
         self.replicas.append(replica)
         return replica
 
     def relay(self, name: str, *options: str, environment: Mapping[str, str] | None = None) -> Relay:
         """Starts a relay."""
         command = [sys.executable, "-m", "ckpt_engine", "relay", "--manager", self.address, "--name", name, *options]
-        self.relays.append(Relay(self, name, command, {"OMP_NUM_THREADS": "1", **(environment or {})}))
+        self.relays.append(Relay(self, name, command, {**self._environment, **(environment or {})}))
         return self.relays[-1]
 
     def start_manager(self, http: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -60,8 +61,10 @@ class Job:
     def ended(self) -> str:
         """Its state, once it has ended and no process of it is left on any node, and no secret on the disk."""
         eventually(f"job {self.id} has left the queue", 100, lambda: not self.cluster.ask("squeue", "-h").strip())
-        left = [process.cmdline() for node in self.cluster.nodes for process in node.of_jobs()]
-        assert left == []
+        # Slurm finds no process whose parent was killed before; such a one ends by itself, soon after.
+        with suppress(AssertionError):
+            eventually("no process of it is left", 60, lambda: not any(node.of_jobs() for node in self.cluster.nodes))
+        assert [process.cmdline() for node in self.cluster.nodes for process in node.of_jobs()] == []
         assert not {"key.pem", "token", "tokens"} & {path.name for path in self.folder.iterdir()}
         return self.cluster.state(self.id)
 
@@ -119,13 +122,14 @@ def test_a_job_outlives_what_breaks_and_ends_as_one(cluster: SlurmCluster, model
     version = job.served(2, version)
 
     lost.kill()
-    job.said("n2-0 is gone: its node n2 has left the job")
-    version = job.served(1, version)
-
-    cluster.ask("scancel", job.id)
-    assert job.ended().startswith("CANCELLED")
-    lost.boot()
-    lost.start_daemon("slurmd")
+    try:
+        job.said("n2-0 is gone: its node n2 has left the job")
+        version = job.served(1, version)
+        cluster.ask("scancel", job.id)
+        assert job.ended().startswith("CANCELLED")
+    finally:
+        lost.boot()
+        lost.start_daemon("slurmd")
     cluster.idle()
 
 
@@ -157,7 +161,7 @@ def test_a_trainer_takes_the_rank_of_its_step(cluster: SlurmCluster) -> None:
         "import os; from ckpt_engine.trainer.lineage import resolve_rank as rank; print(rank(None, None, os.environ))"
     )
     told = cluster.ask("srun", "--nodes=2", "--ntasks=2", "python", "-c", program)
-    assert sorted(told.splitlines()) == ["(0, 2)", "(1, 2)"]
+    assert sorted(line for line in told.splitlines() if line.startswith("(")) == ["(0, 2)", "(1, 2)"], told
     output = cluster.path / "wrapped"
     cluster.ask("sbatch", "--ntasks=4", f"--output={output}", f'--wrap=python -c "{program}"')
     assert eventually("the script has run", 100, lambda: output.exists() and output.read_text()) == "(0, 1)\n"
