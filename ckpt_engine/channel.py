@@ -149,7 +149,7 @@ async def put_blob(
     if stored != ref:
         raise CkptEngineError(
             weights_pb2.Problem(
-                code=weights_pb2.Problem.DATA_LOSS,
+                code=weights_pb2.Problem.CODE_DATA_LOSS,
                 message=f"the manager stored a blob of {stored.size} bytes as {stored.digest.hex()[:16]}, "
                 f"but {ref.size} bytes with digest {ref.digest.hex()[:16]} were sent",
             )
@@ -174,7 +174,7 @@ async def get_blob(stub: ManagerStub, ref: manager_pb2.BlobRef, timeout_seconds:
     if blob_ref(content) != ref:
         raise CkptEngineError(
             weights_pb2.Problem(
-                code=weights_pb2.Problem.DATA_LOSS,
+                code=weights_pb2.Problem.CODE_DATA_LOSS,
                 message=f"blob {ref.digest.hex()[:16]} of {ref.size} bytes arrived as {len(content)} other bytes",
             )
         )
@@ -191,7 +191,7 @@ def error_of(error: grpc.RpcError, address: str = "") -> CkptEngineError:
     """The failed call as an error of this library. Raise it `from None`, so that gRPC's text is not in the traceback.
     address: of the manager, which the message names if it has not answered."""
     own_answer = _manager_problem(error)
-    if own_answer is not None and own_answer.code != weights_pb2.Problem.UNAVAILABLE:
+    if own_answer is not None and own_answer.code != weights_pb2.Problem.CODE_UNAVAILABLE:
         return CkptEngineError(own_answer)
     problem = own_answer or _own_problem(error)
     if address:

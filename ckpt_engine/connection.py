@@ -32,73 +32,73 @@ _CUT = "the connection was lost before an answer came: the manager ended, or the
 _BY_TEXT = (
     (
         "backend unhealthy",
-        Problem.UNAVAILABLE,
+        Problem.CODE_UNAVAILABLE,
         "none of the managers that are named leads: they stand by, stop, or have just been started; try again in a "
         "moment",
     ),
-    ("http1.x server", Problem.INVALID_ARGUMENT, _NO_GRPC),
-    ("Failed parsing HTTP/2", Problem.UNAVAILABLE, _NO_GRPC),
+    ("http1.x server", Problem.CODE_INVALID_ARGUMENT, _NO_GRPC),
+    ("Failed parsing HTTP/2", Problem.CODE_UNAVAILABLE, _NO_GRPC),
     (
         "SETTINGS frame",
-        Problem.UNAVAILABLE,
+        Problem.CODE_UNAVAILABLE,
         f"connections are accepted there, but nothing answers: the manager is stopped or overloaded, or {_NO_GRPC}",
     ),
-    ("Handshake read failed", Problem.UNAVAILABLE, f"the TLS handshake got no answer; if it stays so, {_NO_GRPC}"),
+    ("Handshake read failed", Problem.CODE_UNAVAILABLE, f"the TLS handshake got no answer; if it stays so, {_NO_GRPC}"),
     (
         "CERTIFICATE_VERIFY_FAILED",
-        Problem.UNAUTHENTICATED,
+        Problem.CODE_UNAUTHENTICATED,
         f"the manager's certificate is not one that {AUTHORITY} signed for this address, or is not valid now by this "
         f"host's clock: look at both; if it names another host, set {SERVER_NAME}",
     ),
     (
         "not in peer certificate",
-        Problem.UNAUTHENTICATED,
+        Problem.CODE_UNAUTHENTICATED,
         f"the manager's certificate is not one that {AUTHORITY} signed for this address; if it names another host, "
         f"set {SERVER_NAME}",
     ),
-    ("WRONG_VERSION_NUMBER", Problem.UNAUTHENTICATED, _NO_TLS),
-    ("PACKET_LENGTH_TOO_LONG", Problem.UNAUTHENTICATED, _NO_TLS),
+    ("WRONG_VERSION_NUMBER", Problem.CODE_UNAUTHENTICATED, _NO_TLS),
+    ("PACKET_LENGTH_TOO_LONG", Problem.CODE_UNAUTHENTICATED, _NO_TLS),
     (
         "CERTIFICATE_REQUIRED",
-        Problem.UNAUTHENTICATED,
+        Problem.CODE_UNAUTHENTICATED,
         f"the manager asks for a certificate: set {CERTIFICATE} and its key",
     ),
     (
         "Connection refused",
-        Problem.UNAVAILABLE,
+        Problem.CODE_UNAVAILABLE,
         "nothing listens there: start the manager (`ckpt-engine manager`), or name its address (--manager or "
         "CKPT_ENGINE_MANAGER)",
     ),
-    ("C-ares", Problem.UNAVAILABLE, _NO_NAME),
-    ("DNS resolution failed", Problem.UNAVAILABLE, _NO_NAME),
-    ("No route to host", Problem.UNAVAILABLE, _NO_WAY),
-    ("Network is unreachable", Problem.UNAVAILABLE, _NO_WAY),
+    ("C-ares", Problem.CODE_UNAVAILABLE, _NO_NAME),
+    ("DNS resolution failed", Problem.CODE_UNAVAILABLE, _NO_NAME),
+    ("No route to host", Problem.CODE_UNAVAILABLE, _NO_WAY),
+    ("Network is unreachable", Problem.CODE_UNAVAILABLE, _NO_WAY),
     (
         "onnection timed out",
-        Problem.UNAVAILABLE,
+        Problem.CODE_UNAVAILABLE,
         "the host does not answer: check the address, and firewalls between here and there",
     ),
     (
         "failed to connect",
-        Problem.UNAVAILABLE,
+        Problem.CODE_UNAVAILABLE,
         "the connection was closed before anything was said over it: the manager has just ended, or it serves TLS "
         f"(then set {AUTHORITY}) or asks callers for a certificate (then set {CERTIFICATE} and {KEY} as well)",
     ),
     (
         "header with status: 5",
-        Problem.UNAVAILABLE,
+        Problem.CODE_UNAVAILABLE,
         "a proxy or web server answers in the manager's place: check that it reaches the manager, or name the "
         "manager's own address",
     ),
-    ("header with status", Problem.INVALID_ARGUMENT, _NO_GRPC),
+    ("header with status", Problem.CODE_INVALID_ARGUMENT, _NO_GRPC),
     (
         "deserializ",
-        Problem.INTERNAL,
+        Problem.CODE_INTERNAL,
         "a message of this call cannot be read: bring caller and manager to one version of ckpt-engine",
     ),
     (
         "larger than max",
-        Problem.FAILED_PRECONDITION,
+        Problem.CODE_FAILED_PRECONDITION,
         "a message of this call is larger than caller and manager accept: ask for less at once",
     ),
 )
@@ -106,20 +106,23 @@ _BY_TEXT = (
 
 _BY_STATUS = {
     grpc.StatusCode.UNIMPLEMENTED: (
-        Problem.FAILED_PRECONDITION,
+        Problem.CODE_FAILED_PRECONDITION,
         "the server there does not know this call: it is not a manager of ckpt-engine, or an older one",
     ),
     grpc.StatusCode.DEADLINE_EXCEEDED: (
-        Problem.DEADLINE_EXCEEDED,
+        Problem.CODE_DEADLINE_EXCEEDED,
         "no answer came in time: the manager is busy or stopped, or the network between was cut; try again, with more "
         "time if it is busy",
     ),
-    grpc.StatusCode.CANCELLED: (Problem.ABORTED, "the call was cancelled before an answer came"),
-    grpc.StatusCode.UNAVAILABLE: (Problem.UNAVAILABLE, _CUT),
-    grpc.StatusCode.INTERNAL: (Problem.UNAVAILABLE, _CUT),  # as gRPC calls a stream that broke
-    grpc.StatusCode.RESOURCE_EXHAUSTED: (Problem.UNAVAILABLE, "more is asked there than it takes: try again later"),
-    grpc.StatusCode.UNAUTHENTICATED: (Problem.UNAUTHENTICATED, f"the caller is not known there: set {TOKEN_FILE}"),
-    grpc.StatusCode.PERMISSION_DENIED: (Problem.PERMISSION_DENIED, "this caller may not make this call there"),
+    grpc.StatusCode.CANCELLED: (Problem.CODE_ABORTED, "the call was cancelled before an answer came"),
+    grpc.StatusCode.UNAVAILABLE: (Problem.CODE_UNAVAILABLE, _CUT),
+    grpc.StatusCode.INTERNAL: (Problem.CODE_UNAVAILABLE, _CUT),  # as gRPC calls a stream that broke
+    grpc.StatusCode.RESOURCE_EXHAUSTED: (
+        Problem.CODE_UNAVAILABLE,
+        "more is asked there than it takes: try again later",
+    ),
+    grpc.StatusCode.UNAUTHENTICATED: (Problem.CODE_UNAUTHENTICATED, f"the caller is not known there: set {TOKEN_FILE}"),
+    grpc.StatusCode.PERMISSION_DENIED: (Problem.CODE_PERMISSION_DENIED, "this caller may not make this call there"),
 }
 """Code and words by gRPC's status, if no text matches."""
 
@@ -156,6 +159,6 @@ def connection_problem(code: grpc.StatusCode, details: str) -> weights_pb2.Probl
             if text in details:
                 return Problem(code=kind, message=words)
     kind, words = _BY_STATUS.get(
-        code, (Problem.INTERNAL, f"the call failed (gRPC status {code.name}): the manager's log says why")
+        code, (Problem.CODE_INTERNAL, f"the call failed (gRPC status {code.name}): the manager's log says why")
     )
     return Problem(code=kind, message=words)

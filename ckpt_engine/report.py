@@ -76,7 +76,11 @@ class PartUse:
     @classmethod
     def of(cls, name: str, reports: Sequence[manager_pb2.PartReport]) -> PartUse:
         """The sum of what workers say. Of several pipeline stages one has a draft, and the others leave it."""
-        order = (manager_pb2.PartReport.INSTALLED, manager_pb2.PartReport.KEPT, manager_pb2.PartReport.LEFT)
+        order = (
+            manager_pb2.PartReport.HANDLING_INSTALLED,
+            manager_pb2.PartReport.HANDLING_KEPT,
+            manager_pb2.PartReport.HANDLING_LEFT,
+        )
         handling = next((each for each in order if any(report.handling == each for report in reports)), 0)
         shared = dict.fromkeys(each for report in reports for each in report.shared)
         nbytes, verified = sum(each.bytes for each in reports), sum(each.verified for each in reports)
@@ -316,7 +320,7 @@ class DeploymentReport:
     @property
     def state(self) -> str:
         """ "undecided", "deployed" or "undone"."""
-        return enum_word(manager_pb2.Deployment.State, self.message.state).removeprefix("state_")
+        return enum_word(manager_pb2.Deployment.State, self.message.state)
 
     @property
     def waves(self) -> tuple[tuple[str, ...], ...]:

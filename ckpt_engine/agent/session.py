@@ -347,7 +347,7 @@ class ReplicaAgent:
             # The manager refuses this agent: another one has its place or its name, or an operator evicted it.
             self._end(EvictedError(problem) if end.evicted else CkptEngineError(problem))
             return
-        if problem.code != weights_pb2.Problem.ABORTED:
+        if problem.code != weights_pb2.Problem.CODE_ABORTED:
             self._launch.set()
         if self._manager_lost != problem.code:
             self._manager_lost = problem.code  # printed once for each code, not at each attempt

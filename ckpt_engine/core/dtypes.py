@@ -71,7 +71,7 @@ class UnsupportedDtypeError(CkptEngineError):
         """typed: a person wrote the name, so a similar one is suggested; False: it is a tensor's own."""
         hint = _suggestion(name) if typed else ""
         message = f"dtype {name!r} {why}; {hint}weights can be {', '.join(ITEMSIZES)}"
-        super().__init__(weights_pb2.Problem(code=weights_pb2.Problem.INVALID_ARGUMENT, message=message))
+        super().__init__(weights_pb2.Problem(code=weights_pb2.Problem.CODE_INVALID_ARGUMENT, message=message))
         self.name = name
 
 

@@ -18,8 +18,7 @@ def enum_label(kind: EnumTypeWrapper, number: int) -> str:
 
 
 def _word(kind: EnumTypeWrapper, number: int) -> str:
-    """The name of a value without the enum's prefix. Value 0 shows the prefix (PAUSE_MODE_UNSPECIFIED); values of an
-    enum within a message have none (`Problem.Code`)."""
+    """The name of a value without the enum's prefix. Value 0 shows the prefix (PAUSE_MODE_UNSPECIFIED)."""
     return kind.Name(number).removeprefix(kind.Name(0).removesuffix("UNSPECIFIED")).lower()
 
 

@@ -10,6 +10,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
 
+from ckpt_engine.core.enums import enum_word
 from ckpt_engine.v1 import weights_pb2
 
 Code = weights_pb2.Problem.Code
@@ -86,8 +87,7 @@ class CkptEngineError(Exception):
 
 def code_of(problem: weights_pb2.Problem) -> ErrorCode:
     """The problem's code; INTERNAL if it has none, or one that this release does not know."""
-    names = {number: name for name, number in weights_pb2.Problem.Code.items()}
-    return ErrorCode.__members__.get(names.get(problem.code, ""), ErrorCode.INTERNAL)
+    return ErrorCode.__members__.get(enum_word(Code, problem.code).upper(), ErrorCode.INTERNAL)
 
 
 def _raised_there(problem: bytes) -> CkptEngineError:
@@ -117,53 +117,53 @@ def _text(words: str) -> str:
 
 def invalid(message: str, tensors: Sequence[str] = (), ranks: Sequence[int] = (), replica: str = "") -> CkptEngineError:
     """An error for a request that can never work."""
-    return error(weights_pb2.Problem.INVALID_ARGUMENT, message, tensors, ranks, replica)
+    return error(weights_pb2.Problem.CODE_INVALID_ARGUMENT, message, tensors, ranks, replica)
 
 
 def precondition(
     message: str, tensors: Sequence[str] = (), ranks: Sequence[int] = (), replica: str = ""
 ) -> CkptEngineError:
     """An error for a request that could work in another state of the system."""
-    return error(weights_pb2.Problem.FAILED_PRECONDITION, message, tensors, ranks, replica)
+    return error(weights_pb2.Problem.CODE_FAILED_PRECONDITION, message, tensors, ranks, replica)
 
 
 def not_found(message: str, replica: str = "") -> CkptEngineError:
     """An error for a name of something that does not exist."""
-    return error(weights_pb2.Problem.NOT_FOUND, message, replica=replica)
+    return error(weights_pb2.Problem.CODE_NOT_FOUND, message, replica=replica)
 
 
 def aborted(message: str, ranks: Sequence[int] = (), replica: str = "") -> CkptEngineError:
     """An error for work that was overtaken by a newer fence, session or call."""
-    return error(weights_pb2.Problem.ABORTED, message, (), ranks, replica)
+    return error(weights_pb2.Problem.CODE_ABORTED, message, (), ranks, replica)
 
 
 def unavailable(message: str, ranks: Sequence[int] = (), replica: str = "") -> CkptEngineError:
     """An error for a member that is gone; trying again may work."""
-    return error(weights_pb2.Problem.UNAVAILABLE, message, (), ranks, replica)
+    return error(weights_pb2.Problem.CODE_UNAVAILABLE, message, (), ranks, replica)
 
 
 def deadline(message: str, ranks: Sequence[int] = (), replica: str = "") -> CkptEngineError:
     """An error for work that took longer than it may."""
-    return error(weights_pb2.Problem.DEADLINE_EXCEEDED, message, (), ranks, replica)
+    return error(weights_pb2.Problem.CODE_DEADLINE_EXCEEDED, message, (), ranks, replica)
 
 
 def unauthenticated(message: str) -> CkptEngineError:
     """An error for a caller that did not prove its identity."""
-    return error(weights_pb2.Problem.UNAUTHENTICATED, message)
+    return error(weights_pb2.Problem.CODE_UNAUTHENTICATED, message)
 
 
 def forbidden(message: str) -> CkptEngineError:
     """An error for a caller that may not do this, or not under this name."""
-    return error(weights_pb2.Problem.PERMISSION_DENIED, message)
+    return error(weights_pb2.Problem.CODE_PERMISSION_DENIED, message)
 
 
 def internal(message: str, tensors: Sequence[str] = (), replica: str = "") -> CkptEngineError:
     """An error for a fault of ours."""
-    return error(weights_pb2.Problem.INTERNAL, message, tensors, (), replica)
+    return error(weights_pb2.Problem.CODE_INTERNAL, message, tensors, (), replica)
 
 
 def data_loss(
     message: str, tensors: Sequence[str] = (), ranks: Sequence[int] = (), replica: str = ""
 ) -> CkptEngineError:
     """An error for bytes that differ from what was sealed."""
-    return error(weights_pb2.Problem.DATA_LOSS, message, tensors, ranks, replica)
+    return error(weights_pb2.Problem.CODE_DATA_LOSS, message, tensors, ranks, replica)

@@ -214,13 +214,13 @@ def _way(gpu: Gpu, reader: Gpu) -> Distance | None:
     distances = [_DISTANCE_OF_LINK[link] for link in links if link in _DISTANCE_OF_LINK]
     if distances:
         return min(distances)
-    return None if GpuReach.NONE in links else Distance.UNKNOWN_PEER
+    return None if GpuReach.LINK_NONE in links else Distance.UNKNOWN_PEER
 
 
 _DISTANCE_OF_LINK = {
-    GpuReach.NVLINK: Distance.NVLINK,
-    GpuReach.PCIE: Distance.PCIE,
-    GpuReach.PEER: Distance.PEER,
+    GpuReach.LINK_NVLINK: Distance.NVLINK,
+    GpuReach.LINK_PCIE: Distance.PCIE,
+    GpuReach.LINK_PEER: Distance.PEER,
 }
 
 

@@ -23,10 +23,10 @@ Row = tuple[str, bool | None, str]
 """Name; whether it works (None: a note); what was found, or why not and what to do."""
 
 _LINKS = {
-    GpuReach.NVLINK: "over NVLink",
-    GpuReach.PCIE: "over PCIe",
-    GpuReach.PEER: "by peer access",
-    GpuReach.NONE: "not at all (weights go through shared memory)",
+    GpuReach.LINK_NVLINK: "over NVLink",
+    GpuReach.LINK_PCIE: "over PCIe",
+    GpuReach.LINK_PEER: "by peer access",
+    GpuReach.LINK_NONE: "not at all (weights go through shared memory)",
 }
 
 
@@ -45,7 +45,7 @@ def gpu_rows() -> Iterator[Row]:
         for reach in gpu.reach:
             other = names.get(reach.uuid, f"GPU {UUID(bytes=reach.uuid)}, which this process does not see,")
             detail = f"reads the memory of {other} {_LINKS.get(reach.link, 'in a way that is not known')}"
-            yield f"{names[uuid]} to another", reach.link != GpuReach.NONE, detail
+            yield f"{names[uuid]} to another", reach.link != GpuReach.LINK_NONE, detail
     yield from _invisible_rows(frozenset(gpus))
 
 

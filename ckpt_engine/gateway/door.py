@@ -36,4 +36,4 @@ class GatewayDoor:
     @staticmethod
     def status_of(error: CkptEngineError) -> int:
         """The HTTP status of an error that `check` raises."""
-        return 401 if error.problem.code == weights_pb2.Problem.UNAUTHENTICATED else 403
+        return 401 if error.problem.code == weights_pb2.Problem.CODE_UNAUTHENTICATED else 403

@@ -60,6 +60,6 @@ def _visible(uuid: bytes) -> list[GpuReach]:
     own = driver().device_of_uuid(uuid)
     for other in range(driver().device_count()):
         if own is not None and other != own:
-            link = GpuReach.PEER if driver().can_access_peer(own, other) else GpuReach.NONE
+            link = GpuReach.LINK_PEER if driver().can_access_peer(own, other) else GpuReach.LINK_NONE
             reach.append(GpuReach(uuid=driver().uuid(other), link=link))
     return reach

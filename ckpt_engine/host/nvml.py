@@ -78,8 +78,8 @@ def link(uuid: bytes, other: bytes) -> GpuReach.Link:
         raise NvmlError(f"{LIBRARY} does not show GPU {UUID(bytes=other if uuid in indices else uuid)}")
     one, two = _handle(library, indices[uuid]), _handle(library, indices[other])
     if not _can(library, one, two, _READ):
-        return GpuReach.NONE
-    return GpuReach.NVLINK if _can(library, one, two, _NVLINK) else GpuReach.PCIE
+        return GpuReach.LINK_NONE
+    return GpuReach.LINK_NVLINK if _can(library, one, two, _NVLINK) else GpuReach.LINK_PCIE
 
 
 def used_bytes(uuid: bytes) -> int:

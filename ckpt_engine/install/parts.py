@@ -62,11 +62,11 @@ def part_reports(
         return
     part_by_need = [part_of(recording.name(need)) for need in range(len(recording.needs))]
     for part in ("", *sorted({*parts, *recording.absent_parts})):
-        handling = manager_pb2.PartReport.INSTALLED
+        handling = manager_pb2.PartReport.HANDLING_INSTALLED
         if part in recording.absent_parts:
-            handling = manager_pb2.PartReport.LEFT
+            handling = manager_pb2.PartReport.HANDLING_LEFT
         elif part in recording.unfilled_parts:
-            handling = manager_pb2.PartReport.KEPT
+            handling = manager_pb2.PartReport.HANDLING_KEPT
         report = manager_pb2.PartReport(part=part, handling=handling)
         own = [need for need, each in enumerate(part_by_need) if each == part]
         report.tensors = len({recording.needs[need].tensor for need in own})

@@ -109,7 +109,7 @@ def _not_served(version: int, report: UpdateReport) -> CkptEngineError:
     first = next((replica for replica in report.replicas if not replica.ok), None)
     problem = Problem() if first is None else first.message.problem
     return error(
-        problem.code or Problem.UNAVAILABLE,
+        problem.code or Problem.CODE_UNAVAILABLE,
         f"version {version} is not served by all replicas that must serve it (min_replicas says how many suffice):\n"
         f"{report}",
         problem.tensors,

@@ -138,7 +138,7 @@ class PeerLost:
     peer: Peer
     reason: str  # for people
     # of the status that it ended with
-    code: weights_pb2.Problem.Code = weights_pb2.Problem.UNAVAILABLE
+    code: weights_pb2.Problem.Code = weights_pb2.Problem.CODE_UNAVAILABLE
 
 
 @dataclass(frozen=True)

@@ -208,11 +208,11 @@ class OfferingMachine:
             case manager_pb2.Refused():
                 # Before the welcome, or when another session took over, the session is refused; else what is offered.
                 if not self._session.welcomed or body.problem.code in (
-                    weights_pb2.Problem.ABORTED,
-                    weights_pb2.Problem.UNAVAILABLE,
+                    weights_pb2.Problem.CODE_ABORTED,
+                    weights_pb2.Problem.CODE_UNAVAILABLE,
                 ):
                     self._session.refused(body.problem, now)
-                elif body.problem.code == weights_pb2.Problem.NOT_FOUND and self._offered is not None:
+                elif body.problem.code == weights_pb2.Problem.CODE_NOT_FOUND and self._offered is not None:
                     # What it offers was stored with another manager than the one that took the hello.
                     self._held, self._decided = None, False
                     self._out.append(SetTimer(REPUBLISH, self._deadlines.resend))

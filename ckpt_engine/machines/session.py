@@ -33,7 +33,11 @@ PATIENCE = 1.25
 """Leases to wait for a member's name that another process holds: if that one is dead, its lease has ended by then."""
 
 DENIED = frozenset(
-    {weights_pb2.Problem.INVALID_ARGUMENT, weights_pb2.Problem.UNAUTHENTICATED, weights_pb2.Problem.PERMISSION_DENIED}
+    {
+        weights_pb2.Problem.CODE_INVALID_ARGUMENT,
+        weights_pb2.Problem.CODE_UNAUTHENTICATED,
+        weights_pb2.Problem.CODE_PERMISSION_DENIED,
+    }
 )
 """Refusals that a second attempt cannot change."""
 
@@ -133,7 +137,7 @@ class Session:
         """Takes a welcome. Returns whether it is the first one on this stream. A manager that makes other digests is
         left and dialled again: another release may come in its place."""
         if other := other_format("the manager", welcome.digest_format):
-            self.refused(weights_pb2.Problem(code=weights_pb2.Problem.FAILED_PRECONDITION, message=other), now)
+            self.refused(weights_pb2.Problem(code=weights_pb2.Problem.CODE_FAILED_PRECONDITION, message=other), now)
             return False
         first = not self.welcomed
         if first:
@@ -162,13 +166,18 @@ class Session:
         """
         welcomed = self.welcomed
         self._close()
-        name_taken = problem.code == weights_pb2.Problem.ABORTED and not welcomed
+        name_taken = problem.code == weights_pb2.Problem.CODE_ABORTED and not welcomed
         if name_taken and self._taken_since is None:
             self._taken_since = now
         patient = name_taken and self._taken_since is not None and now - self._taken_since < PATIENCE * self._lease
-        state = problem.code == weights_pb2.Problem.FAILED_PRECONDITION
+        state = problem.code == weights_pb2.Problem.CODE_FAILED_PRECONDITION
         elsewhere = state and not welcomed
-        if problem.code == weights_pb2.Problem.UNAVAILABLE or patient or elsewhere or self._lost_its_grants(problem):
+        if (
+            problem.code == weights_pb2.Problem.CODE_UNAVAILABLE
+            or patient
+            or elsewhere
+            or self._lost_its_grants(problem)
+        ):
             self.failed(problem.message, now, problem.code, PATIENCE * self._lease if patient else 0.0)
         else:
             self.end(problem, evicted=state and welcomed)
@@ -182,11 +191,11 @@ class Session:
         if denied and not self.cluster:
             self.end(problem)
         else:
-            self.failed(problem.message, now, problem.code if denied else weights_pb2.Problem.UNAVAILABLE)
+            self.failed(problem.message, now, problem.code if denied else weights_pb2.Problem.CODE_UNAVAILABLE)
 
     def _lost_its_grants(self, problem: weights_pb2.Problem) -> bool:
         """Whether a manager has welcomed this member before, and one rejects its credentials now."""
-        grants = (weights_pb2.Problem.UNAUTHENTICATED, weights_pb2.Problem.PERMISSION_DENIED)
+        grants = (weights_pb2.Problem.CODE_UNAUTHENTICATED, weights_pb2.Problem.CODE_PERMISSION_DENIED)
         return bool(self.cluster) and problem.code in grants
 
     def lost(
@@ -194,7 +203,7 @@ class Session:
         peer: Peer,
         reason: str,
         now: float,
-        code: weights_pb2.Problem.Code = weights_pb2.Problem.UNAVAILABLE,
+        code: weights_pb2.Problem.Code = weights_pb2.Problem.CODE_UNAVAILABLE,
     ) -> bool:
         """Takes the end of a stream. Returns whether it was the current one. Then it dials again, unless no manager has
         ever welcomed this member and this one never will."""
@@ -209,7 +218,7 @@ class Session:
         self,
         reason: str,
         now: float,
-        code: weights_pb2.Problem.Code = weights_pb2.Problem.UNAVAILABLE,
+        code: weights_pb2.Problem.Code = weights_pb2.Problem.CODE_UNAVAILABLE,
         patience: float = 0.0,
     ) -> None:
         """Dials again, each time a little later, after the manager was lost, not reached, or refused for now."""
@@ -234,7 +243,7 @@ class Session:
         """Says goodbye and ends, also before the welcome, since the manager may have accepted the hello already."""
         if self.peer is not None:
             self._emit(Send(self.peer, manager_pb2.Goodbye(reason=reason)))
-        self.end(weights_pb2.Problem(code=weights_pb2.Problem.ABORTED, message=f"stopped: {reason}"))
+        self.end(weights_pb2.Problem(code=weights_pb2.Problem.CODE_ABORTED, message=f"stopped: {reason}"))
 
     def timer(self, key: Key, now: float) -> bool:
         """Takes a timer. Returns whether it was the session's."""

@@ -30,7 +30,7 @@ class ResourceExhaustedError(CkptEngineError):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(weights_pb2.Problem(code=weights_pb2.Problem.FAILED_PRECONDITION, message=message))
+        super().__init__(weights_pb2.Problem(code=weights_pb2.Problem.CODE_FAILED_PRECONDITION, message=message))
 
 
 def describe(digest: bytes) -> str:

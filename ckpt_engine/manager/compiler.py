@@ -276,7 +276,7 @@ class Compiler:
                 if worker.needs.digest not in needs:
                     needs[worker.needs.digest] = self._parsed(worker.needs, weights_pb2.WorkerNeeds(), name)
             except CkptEngineError as error:
-                if error.problem.code != weights_pb2.Problem.INVALID_ARGUMENT:
+                if error.problem.code != weights_pb2.Problem.CODE_INVALID_ARGUMENT:
                     raise  # they are not stored here: replicas can store them again
                 unfit.setdefault(worker.key[0], error.problem)
                 continue

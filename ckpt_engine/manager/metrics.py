@@ -23,6 +23,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ckpt_engine.core.enums import enum_label
+from ckpt_engine.core.problems import ErrorCode
 from ckpt_engine.core.scrub import oldest_pass, share
 from ckpt_engine.machines.manager.status import REPLICA_STATES, replica_state
 from ckpt_engine.manager.about import software_version
@@ -32,7 +33,7 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
-REASONS = tuple(name.lower() for name, number in weights_pb2.Problem.Code.items() if number)
+REASONS = tuple(code.lower() for code in ErrorCode)
 """Why an update can be refused: the codes of problems."""
 
 

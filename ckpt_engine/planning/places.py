@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.v1.weights_pb2 import Gpu, GpuReach, Host
 
-LINKS = {"nvlink": GpuReach.NVLINK, "pcie": GpuReach.PCIE, "none": GpuReach.NONE}
+LINKS = {"nvlink": GpuReach.LINK_NVLINK, "pcie": GpuReach.LINK_PCIE, "none": GpuReach.LINK_NONE}
 """How GPUs of one host reach each other."""
 
 

@@ -146,7 +146,9 @@ class Reader:
     def _number(self, name: str) -> int:
         if name not in self._numbers:
             raise error(
-                Problem.NOT_FOUND, f"version {self.version} of lineage {self.lineage!r} has no tensor {name!r}", [name]
+                Problem.CODE_NOT_FOUND,
+                f"version {self.version} of lineage {self.lineage!r} has no tensor {name!r}",
+                [name],
             )
         return self._numbers[name]
 

@@ -162,12 +162,14 @@ def account(
         missing_boxes = remainder(unloaded, [box for box, _ in owner.filled])
         reason: tuple[weights_pb2.Accounted.Kind, str] | None = None
         if part_of(owner.name) in unfilled:
-            reason = _Row.KEPT, "the version has no such part"
-        for declarations, kind in ((derived, _Row.DERIVED), (constant, _Row.CONSTANT)):
+            reason = _Row.KIND_KEPT, "the version has no such part"
+        for declarations, kind in ((derived, _Row.KIND_DERIVED), (constant, _Row.KIND_CONSTANT)):
             reason = reason or next(((kind, declarations[name]) for name in names if name in declarations), None)
         if not missing_boxes:
             fills += _fills(owner, unloaded)
-            rows.append(_Row(name=owner.name, kind=_Row.FILLED if unloaded else _Row.LOADED, bytes=owner.bytes))
+            rows.append(
+                _Row(name=owner.name, kind=_Row.KIND_FILLED if unloaded else _Row.KIND_LOADED, bytes=owner.bytes)
+            )
         elif reason is not None and not owner.loaded and not owner.filled:
             rows.append(_Row(name=owner.name, kind=reason[0], bytes=owner.bytes, note=reason[1]))
         else:

@@ -28,7 +28,7 @@ class NotRecordable(CkptEngineError):  # noqa: N818
     """The loader uses a tensor in a way that cannot be followed. INVALID_ARGUMENT, naming tensor and operation."""
 
     def __init__(self, message: str, tensor: str = "") -> None:
-        code = weights_pb2.Problem.INVALID_ARGUMENT
+        code = weights_pb2.Problem.CODE_INVALID_ARGUMENT
         super().__init__(weights_pb2.Problem(code=code, message=message, tensors=[tensor] if tensor else []))
 
 

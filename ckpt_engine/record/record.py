@@ -141,7 +141,7 @@ def _rehearse(handover: Handover, manifest: weights_pb2.Manifest, target: LoadTa
     try:
         _load(recorder, owners, target)
     except CkptEngineError as error:
-        if error.problem.code == weights_pb2.Problem.DEADLINE_EXCEEDED:
+        if error.problem.code == weights_pb2.Problem.CODE_DEADLINE_EXCEEDED:
             raise
         return False
     if set(owner_names(recorder, owners)) != handover.owners.keys() or recorder.decided:

@@ -224,7 +224,7 @@ class ChunkQuestions:
         except CkptEngineError as error:
             problem = error.problem
         except Exception as error:  # a bug costs this relay, and neither the chunks nor the filling
-            problem = Problem(code=Problem.INTERNAL, message=f"{name}: {type(error).__name__}: {error}")
+            problem = Problem(code=Problem.CODE_INTERNAL, message=f"{name}: {type(error).__name__}: {error}")
         finally:
             with self._changed:
                 self._connections.pop(name, None)
@@ -264,7 +264,7 @@ class ChunkQuestions:
             self._ask_in_full(name, number, error.problem)
             return
         except CkptEngineError as error:
-            if error.problem.code != Problem.NOT_FOUND:
+            if error.problem.code != Problem.CODE_NOT_FOUND:
                 raise
             with self._changed:
                 self._search.refused(name, number, error.problem.message, isinstance(error, ChunkLaterError))
@@ -282,14 +282,14 @@ class ChunkQuestions:
                 self.figures.whole[f"{name}: {answer.why_whole}"] += self._chunks[number].bytes
         if names and answer.is_delta:
             message = f"{name} sent {', '.join(names[:3])} as a delta that does not lead to what was sealed"
-            self._ask_in_full(name, number, Problem(code=Problem.DATA_LOSS, message=message, tensors=names[:16]))
+            self._ask_in_full(name, number, Problem(code=Problem.CODE_DATA_LOSS, message=message, tensors=names[:16]))
             return
         if names:
             with self._changed:
                 self.again += len(self._chunks[number].cells)
             raise CkptEngineError(
                 Problem(
-                    code=Problem.DATA_LOSS,
+                    code=Problem.CODE_DATA_LOSS,
                     message=f"{name} sent {', '.join(names[:3])} with other bytes than were sealed",
                     tensors=names[:16],
                 )

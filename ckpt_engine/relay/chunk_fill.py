@@ -145,7 +145,7 @@ class ChunkFilling:
             lacking = {each.cell for each in near.missing} - self._cells_of(questions.taken)
             lacking |= self._cells_of(questions.reasons())
             self._check_kept(stop, lacking)
-            replaced = Problem(code=Problem.ABORTED, message="a newer command is to bring the rest")
+            replaced = Problem(code=Problem.CODE_ABORTED, message="a newer command is to bring the rest")
             results[0] = replace(near, missing=tuple(Missing(cell, replaced) for cell in sorted(lacking)))
             return _joined(results, questions, lending, time.monotonic() - began)
         results[0] = replace(results[0], missing=())  # what sources lacked was asked of relays

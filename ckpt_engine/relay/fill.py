@@ -225,7 +225,7 @@ class SlotFilling:
         tensor = pieces[0].tensor
         box = self.layout.recorded.boxes[tensor][cell - self.layout.recorded.first[tensor]]
         return Problem(
-            code=Problem.DATA_LOSS,
+            code=Problem.CODE_DATA_LOSS,
             message=f"{box} of tensor {self._names[tensor]} at {' and '.join(sources)} has other bytes than were "
             "sealed: they were changed since, or damaged",
             tensors=[self._names[tensor]],

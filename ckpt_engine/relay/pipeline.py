@@ -172,5 +172,7 @@ class _Line:
 
     def _go_on(self) -> None:
         if self.ended:
-            raise CkptEngineError(Problem(code=Problem.ABORTED, message="this filling has ended before this batch"))
+            raise CkptEngineError(
+                Problem(code=Problem.CODE_ABORTED, message="this filling has ended before this batch")
+            )
         self._carry_on()

@@ -188,7 +188,7 @@ class _Relay:
             done = await self._loop.run_in_executor(self._worker, self._work.perform, task, self._progress(task))
         except CkptEngineError as error:
             log.warning("%s", narration.failed(task, error.problem))
-            overtaken = error.problem.code == weights_pb2.Problem.ABORTED
+            overtaken = error.problem.code == weights_pb2.Problem.CODE_ABORTED
             if self._archiving is not None and isinstance(task, CountSlot | FillSlot) and not overtaken:
                 self._archiving.doubt(task.command.identity)
             self._state.failed += isinstance(task, CountSlot | FillSlot) and not overtaken

@@ -108,7 +108,7 @@ class Sources:
         why = "; ".join(dict.fromkeys(fault.message for fault in self.faults))
         labels = ", ".join(label(table) for table in self._publication.tables) or "no source"
         return Problem(
-            code=Problem.NOT_FOUND,
+            code=Problem.CODE_NOT_FOUND,
             message=f"no source within reach holds {box} of tensor {name} "
             f"({labels} was asked{f': {why}' if why else ''})",
             tensors=[name],

@@ -73,7 +73,7 @@ class Lending:
             try:
                 ways.append(self._lender(kind).offer(id, memory))
             except CkptEngineError as refusal:
-                if refusal.problem.code != Problem.UNAVAILABLE:
+                if refusal.problem.code != Problem.CODE_UNAVAILABLE:
                     raise
                 self._note_reason(refusal.problem.message)
         if ways and self._collectives and memory.kind == GPU_MEMORY:

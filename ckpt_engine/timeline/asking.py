@@ -67,8 +67,8 @@ async def report_of(
 def _reason_unknown(rpc_error: grpc.RpcError, wait: float | None, manager: str) -> str:
     """Why the manager knows no such update. Raises the error if there is another reason for having no report."""
     error = error_of(rpc_error, manager)
-    if error.problem.code == weights_pb2.Problem.NOT_FOUND:
+    if error.problem.code == weights_pb2.Problem.CODE_NOT_FOUND:
         return error.problem.message
-    if error.problem.code == weights_pb2.Problem.DEADLINE_EXCEEDED and wait is None:
+    if error.problem.code == weights_pb2.Problem.CODE_DEADLINE_EXCEEDED and wait is None:
         raise deadline(f"{error.problem.message}; --wait waits for its end") from None
     raise error from None

@@ -171,7 +171,7 @@ class OfferingSession:
                 return answer
             except grpc.RpcError as error:
                 refusal = error_of(error, self._address)
-                if refusal.problem.code != weights_pb2.Problem.UNAVAILABLE or remaining <= WAIT_AGAIN:
+                if refusal.problem.code != weights_pb2.Problem.CODE_UNAVAILABLE or remaining <= WAIT_AGAIN:
                     raise refusal from None
             await asyncio.sleep(WAIT_AGAIN)
 

@@ -862,13 +862,13 @@ class PartReport(_message.Message):
     class Handling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         HANDLING_UNSPECIFIED: _ClassVar[PartReport.Handling]
-        INSTALLED: _ClassVar[PartReport.Handling]
-        LEFT: _ClassVar[PartReport.Handling]
-        KEPT: _ClassVar[PartReport.Handling]
+        HANDLING_INSTALLED: _ClassVar[PartReport.Handling]
+        HANDLING_LEFT: _ClassVar[PartReport.Handling]
+        HANDLING_KEPT: _ClassVar[PartReport.Handling]
     HANDLING_UNSPECIFIED: PartReport.Handling
-    INSTALLED: PartReport.Handling
-    LEFT: PartReport.Handling
-    KEPT: PartReport.Handling
+    HANDLING_INSTALLED: PartReport.Handling
+    HANDLING_LEFT: PartReport.Handling
+    HANDLING_KEPT: PartReport.Handling
     PART_FIELD_NUMBER: _ClassVar[int]
     HANDLING_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]

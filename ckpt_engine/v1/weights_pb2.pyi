@@ -30,27 +30,27 @@ class Problem(_message.Message):
     class Code(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         CODE_UNSPECIFIED: _ClassVar[Problem.Code]
-        INVALID_ARGUMENT: _ClassVar[Problem.Code]
-        FAILED_PRECONDITION: _ClassVar[Problem.Code]
-        NOT_FOUND: _ClassVar[Problem.Code]
-        ABORTED: _ClassVar[Problem.Code]
-        UNAVAILABLE: _ClassVar[Problem.Code]
-        DEADLINE_EXCEEDED: _ClassVar[Problem.Code]
-        INTERNAL: _ClassVar[Problem.Code]
-        DATA_LOSS: _ClassVar[Problem.Code]
-        UNAUTHENTICATED: _ClassVar[Problem.Code]
-        PERMISSION_DENIED: _ClassVar[Problem.Code]
+        CODE_INVALID_ARGUMENT: _ClassVar[Problem.Code]
+        CODE_FAILED_PRECONDITION: _ClassVar[Problem.Code]
+        CODE_NOT_FOUND: _ClassVar[Problem.Code]
+        CODE_ABORTED: _ClassVar[Problem.Code]
+        CODE_UNAVAILABLE: _ClassVar[Problem.Code]
+        CODE_DEADLINE_EXCEEDED: _ClassVar[Problem.Code]
+        CODE_INTERNAL: _ClassVar[Problem.Code]
+        CODE_DATA_LOSS: _ClassVar[Problem.Code]
+        CODE_UNAUTHENTICATED: _ClassVar[Problem.Code]
+        CODE_PERMISSION_DENIED: _ClassVar[Problem.Code]
     CODE_UNSPECIFIED: Problem.Code
-    INVALID_ARGUMENT: Problem.Code
-    FAILED_PRECONDITION: Problem.Code
-    NOT_FOUND: Problem.Code
-    ABORTED: Problem.Code
-    UNAVAILABLE: Problem.Code
-    DEADLINE_EXCEEDED: Problem.Code
-    INTERNAL: Problem.Code
-    DATA_LOSS: Problem.Code
-    UNAUTHENTICATED: Problem.Code
-    PERMISSION_DENIED: Problem.Code
+    CODE_INVALID_ARGUMENT: Problem.Code
+    CODE_FAILED_PRECONDITION: Problem.Code
+    CODE_NOT_FOUND: Problem.Code
+    CODE_ABORTED: Problem.Code
+    CODE_UNAVAILABLE: Problem.Code
+    CODE_DEADLINE_EXCEEDED: Problem.Code
+    CODE_INTERNAL: Problem.Code
+    CODE_DATA_LOSS: Problem.Code
+    CODE_UNAUTHENTICATED: Problem.Code
+    CODE_PERMISSION_DENIED: Problem.Code
     class KeptEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -107,15 +107,15 @@ class GpuReach(_message.Message):
     class Link(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         LINK_UNSPECIFIED: _ClassVar[GpuReach.Link]
-        NONE: _ClassVar[GpuReach.Link]
-        PCIE: _ClassVar[GpuReach.Link]
-        NVLINK: _ClassVar[GpuReach.Link]
-        PEER: _ClassVar[GpuReach.Link]
+        LINK_NONE: _ClassVar[GpuReach.Link]
+        LINK_PCIE: _ClassVar[GpuReach.Link]
+        LINK_NVLINK: _ClassVar[GpuReach.Link]
+        LINK_PEER: _ClassVar[GpuReach.Link]
     LINK_UNSPECIFIED: GpuReach.Link
-    NONE: GpuReach.Link
-    PCIE: GpuReach.Link
-    NVLINK: GpuReach.Link
-    PEER: GpuReach.Link
+    LINK_NONE: GpuReach.Link
+    LINK_PCIE: GpuReach.Link
+    LINK_NVLINK: GpuReach.Link
+    LINK_PEER: GpuReach.Link
     UUID_FIELD_NUMBER: _ClassVar[int]
     LINK_FIELD_NUMBER: _ClassVar[int]
     uuid: bytes
@@ -199,11 +199,11 @@ class CudaIpcLocator(_message.Message):
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[CudaIpcLocator.Kind]
-        LEGACY: _ClassVar[CudaIpcLocator.Kind]
-        PIECES: _ClassVar[CudaIpcLocator.Kind]
+        KIND_LEGACY: _ClassVar[CudaIpcLocator.Kind]
+        KIND_PIECES: _ClassVar[CudaIpcLocator.Kind]
     KIND_UNSPECIFIED: CudaIpcLocator.Kind
-    LEGACY: CudaIpcLocator.Kind
-    PIECES: CudaIpcLocator.Kind
+    KIND_LEGACY: CudaIpcLocator.Kind
+    KIND_PIECES: CudaIpcLocator.Kind
     class Part(_message.Message):
         __slots__ = ("size", "handle", "generation")
         SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -328,17 +328,17 @@ class Accounted(_message.Message):
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[Accounted.Kind]
-        LOADED: _ClassVar[Accounted.Kind]
-        FILLED: _ClassVar[Accounted.Kind]
-        DERIVED: _ClassVar[Accounted.Kind]
-        CONSTANT: _ClassVar[Accounted.Kind]
-        KEPT: _ClassVar[Accounted.Kind]
+        KIND_LOADED: _ClassVar[Accounted.Kind]
+        KIND_FILLED: _ClassVar[Accounted.Kind]
+        KIND_DERIVED: _ClassVar[Accounted.Kind]
+        KIND_CONSTANT: _ClassVar[Accounted.Kind]
+        KIND_KEPT: _ClassVar[Accounted.Kind]
     KIND_UNSPECIFIED: Accounted.Kind
-    LOADED: Accounted.Kind
-    FILLED: Accounted.Kind
-    DERIVED: Accounted.Kind
-    CONSTANT: Accounted.Kind
-    KEPT: Accounted.Kind
+    KIND_LOADED: Accounted.Kind
+    KIND_FILLED: Accounted.Kind
+    KIND_DERIVED: Accounted.Kind
+    KIND_CONSTANT: Accounted.Kind
+    KIND_KEPT: Accounted.Kind
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]

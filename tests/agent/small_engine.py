@@ -212,7 +212,9 @@ class Server(ThreadingHTTPServer):
         broken = "" if order.by_engine else self.options.broken
         checked = WorkerChecked(fence=order.fence)
         if broken == "refuses":
-            checked.problem.CopyFrom(weights_pb2.Problem(code=weights_pb2.Problem.INTERNAL, message="no such layer"))
+            checked.problem.CopyFrom(
+                weights_pb2.Problem(code=weights_pb2.Problem.CODE_INTERNAL, message="no such layer")
+            )
         elif broken != "keeps":
             self.seen = -float(order.seed) - (0.1 if broken == "differs" else 0.0)
         self.calls.append(f"load {order.seed} {'own' if order.by_engine else 'ours'}")

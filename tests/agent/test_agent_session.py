@@ -139,7 +139,7 @@ async def test_a_refused_agent_ends_and_says_why(
     """Once, and without having loaded an engine that would serve nobody."""
     monkeypatch.setenv(ENVIRONMENT, f"{QUICK} heartbeat=0.2 lease=2")
     manager.refuse = weights_pb2.Problem(
-        code=weights_pb2.Problem.ABORTED, message="replica-1 is served by another agent"
+        code=weights_pb2.Problem.CODE_ABORTED, message="replica-1 is served by another agent"
     )
     agent = start(name="replica-1")
     with pytest.raises(CkptEngineError, match="served by another agent"):
@@ -169,7 +169,7 @@ async def test_a_machine_that_raises_ends_the_agent_and_its_engine(
     manager.send(manager_pb2.Abandon(fence=fence(1)))
     with pytest.raises(CkptEngineError, match="the agent failed on Abandon") as caught:
         await asyncio.wait_for(asyncio.shield(agent.run), SECONDS)
-    assert caught.value.problem.code == weights_pb2.Problem.INTERNAL
+    assert caught.value.problem.code == weights_pb2.Problem.CODE_INTERNAL
     assert not manager.all(manager_pb2.Goodbye)
     assert not alive(pid)
 
@@ -238,7 +238,7 @@ async def test_a_killed_engine_in_the_middle_of_an_install(manager: PlainManager
     os.kill(agent.engine_pid, signal.SIGKILL)
     outcome = await manager.next(manager_pb2.ReplicaOutcome)
     assert outcome.outcome == manager_pb2.OUTCOME_QUARANTINED
-    assert outcome.problem.code == weights_pb2.Problem.UNAVAILABLE
+    assert outcome.problem.code == weights_pb2.Problem.CODE_UNAVAILABLE
 
 
 async def test_an_engine_that_hangs_in_an_install_is_replaced(
@@ -253,7 +253,7 @@ async def test_an_engine_that_hangs_in_an_install_is_replaced(
     manager.send(order)
     outcome = await manager.next(manager_pb2.ReplicaOutcome)
     assert outcome.outcome == manager_pb2.OUTCOME_QUARANTINED
-    assert outcome.problem.code == weights_pb2.Problem.DEADLINE_EXCEEDED
+    assert outcome.problem.code == weights_pb2.Problem.CODE_DEADLINE_EXCEEDED
 
     def anew() -> bool:
         beat = manager.all(manager_pb2.ReplicaHeartbeat)[-1]

@@ -62,7 +62,7 @@ def test_a_file_that_was_changed_is_refused(checkpoint: Path) -> None:
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     with pytest.raises(CkptEngineError) as caught:
         digest_for_readers(table, atoms, all_transports(), 30)
-    assert caught.value.problem.code == weights_pb2.Problem.DATA_LOSS
+    assert caught.value.problem.code == weights_pb2.Problem.CODE_DATA_LOSS
 
 
 def test_a_file_that_is_gone_is_told(checkpoint: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_file_that_is_gone_is_told(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").unlink()
     with pytest.raises(CkptEngineError) as caught:
         digest_for_readers(table, atoms, all_transports(), 30)
-    assert caught.value.problem.code == weights_pb2.Problem.UNAVAILABLE
+    assert caught.value.problem.code == weights_pb2.Problem.CODE_UNAVAILABLE
 
 
 def test_atoms_of_another_table_are_refused(checkpoint: Path) -> None:
@@ -79,7 +79,7 @@ def test_atoms_of_another_table_are_refused(checkpoint: Path) -> None:
     other.table_digest = bytes(32)
     with pytest.raises(CkptEngineError) as caught:
         digest_for_readers(table, canonical(other), all_transports(), 30)
-    assert caught.value.problem.code == weights_pb2.Problem.FAILED_PRECONDITION
+    assert caught.value.problem.code == weights_pb2.Problem.CODE_FAILED_PRECONDITION
 
 
 def test_a_source_that_does_not_stay_sealed_is_not_ours_to_seal(checkpoint: Path) -> None:

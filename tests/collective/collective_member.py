@@ -22,7 +22,6 @@ from ckpt_engine.transport.collective.door import MeetingDoor
 from ckpt_engine.transport.collective.meeting import Attendance
 from ckpt_engine.transport.collective.on_gpu import GpuMember
 from ckpt_engine.transport.collective.on_host import HostMember
-from ckpt_engine.v1.weights_pb2 import Problem
 from tests.collective.collective_case import DTYPES, KEY, LIMIT, Memory, make_case
 from tests.line_process import say
 
@@ -67,8 +66,7 @@ def main() -> None:
         one.close()
         attendance.close()
     except CkptEngineError as error:
-        code = Problem.Code.Name(error.problem.code)
-        say(code=code, message=error.problem.message, seconds=time.monotonic() - began)
+        say(code=error.code, message=error.problem.message, seconds=time.monotonic() - began)
     if number == 0:
         sys.stdin.readline()  # the meeting stays until all have ended
         door.close()

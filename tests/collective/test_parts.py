@@ -139,7 +139,7 @@ def test_a_no_leaves_the_old_version_whole_and_the_next_update_brings_the_new_on
     assert halves.taken[0].blamed == ("rank 1",)
     for number, worker in enumerate(halves.workers):
         problem = halves.installed[number].report.problem
-        assert problem.code == Problem.ABORTED
+        assert problem.code == Problem.CODE_ABORTED
         assert "rank 1 failed: its training loop went on" in problem.message
         assert (worker.slot.state, worker.slot.epoch) == (manager_pb2.WORKER_STATE_CLEAN, 1)
         assert all(torch.equal(tensor, before[number][name]) for name, tensor in content(worker.target).items())
@@ -152,7 +152,7 @@ def test_a_no_leaves_the_old_version_whole_and_the_next_update_brings_the_new_on
 def test_a_lead_that_cannot_be_reached_fails_getting_ready_and_is_named(halves: PartWorld) -> None:
     halves.door.close()
     ready = halves.get_ready(0)
-    assert ready.problem.code == Problem.UNAVAILABLE
+    assert ready.problem.code == Problem.CODE_UNAVAILABLE
     assert "rank 0, which keeps the collective's meeting, cannot be reached" in ready.problem.message
     assert b"first" not in ready.plans
     assert halves.workers[0].slot.state == manager_pb2.WORKER_STATE_NONE
@@ -176,7 +176,7 @@ def test_a_plan_of_a_collective_is_refused_without_one(halves: PartWorld) -> Non
     order = worker.order(halves.checkpoint)
     order.plan = halves.plans[0].SerializeToString()
     problem = worker.installer.install(order).report.problem
-    assert problem.code == Problem.FAILED_PRECONDITION
+    assert problem.code == Problem.CODE_FAILED_PRECONDITION
     assert "the order has no collective" in problem.message
     assert worker.slot.state == manager_pb2.WORKER_STATE_NONE
 

@@ -33,7 +33,7 @@ class Session:
 
 @pytest.mark.parametrize(
     ("manifest", "code"),
-    [(None, Problem.DEADLINE_EXCEEDED), (b"no manifest", Problem.INTERNAL)],
+    [(None, Problem.CODE_DEADLINE_EXCEEDED), (b"no manifest", Problem.CODE_INTERNAL)],
     ids=["not fetched", "not read"],
 )
 def test_whatever_keeps_a_rank_from_its_part_is_told_to_the_others(manifest: bytes | None, code: int) -> None:

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from ckpt_engine import Deadlines, Trainer
 from ckpt_engine.commands.asking import failure_exit
 from ckpt_engine.connection import checked_address, connection_problem
-from ckpt_engine.core.problems import CkptEngineError, precondition
+from ckpt_engine.core.problems import CkptEngineError, code_of, precondition
 from ckpt_engine.manager.service import ManagerConfig, ManagerServer, running_manager
 from ckpt_engine.security.client import AUTHORITY, TOKEN_FILE
 from ckpt_engine.security.grants import digest_of
@@ -183,7 +183,7 @@ def test_a_token_that_may_not_publish_ends_at_once(secured: str, caplog: pytest.
         trainer.publish({"a": torch.ones(2)})
         with pytest.raises(CkptEngineError, match=r"token on line 1 .* may not act as trainer") as caught:
             trainer.update_weights()
-    assert caught.value.problem.code == Problem.PERMISSION_DENIED
+    assert caught.value.problem.code == Problem.CODE_PERMISSION_DENIED
     assert "granted viewer" in caught.value.problem.message
 
 
@@ -201,7 +201,7 @@ def test_another_authority_ends_at_once(secured: str, tmp_path: Path) -> None:
         trainer.publish({"a": torch.ones(2)})
         with pytest.raises(CkptEngineError, match=f"not one that {AUTHORITY} signed") as caught:
             trainer.update_weights()
-    assert caught.value.problem.code == Problem.UNAUTHENTICATED
+    assert caught.value.problem.code == Problem.CODE_UNAUTHENTICATED
 
 
 def test_the_http_port_is_told_from_the_grpc_port(
@@ -245,7 +245,7 @@ def test_the_http_port_is_told_from_the_grpc_port(
 def test_the_words_of_grpc_are_read(details: str, code: str, words: str) -> None:
     """These need a network, or another machine's server."""
     problem = connection_problem(grpc.StatusCode.UNAVAILABLE, f"failed to connect to all addresses; {details}")
-    assert Problem.Code.Name(problem.code) == code
+    assert code_of(problem) == code
     assert words in problem.message
 
 

@@ -24,8 +24,7 @@ import trustme
 from ckpt_engine.client import AsyncClient, Client
 from ckpt_engine.connection import connection_problem
 from ckpt_engine.core.deadlines import Deadlines
-from ckpt_engine.core.problems import CkptEngineError, ErrorCode
-from ckpt_engine.v1 import weights_pb2
+from ckpt_engine.core.problems import CkptEngineError, ErrorCode, code_of
 from tests.cluster import Cluster, eventually, running_cluster
 
 RAW = re.compile(
@@ -141,7 +140,7 @@ def test_a_host_that_does_not_resolve() -> None:
 )
 def test_texts_of_grpc_that_are_seldom_met(status: str, details: str, code: str, words: str) -> None:
     problem = connection_problem(grpc.StatusCode[status], details)
-    assert weights_pb2.Problem.Code.Name(problem.code) == code
+    assert code_of(problem) == code
     assert words in problem.message
     assert details not in problem.message
     assert not RAW.search(problem.message)

@@ -20,7 +20,7 @@ NAMED = "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
 
 
 def host(*uuids: bytes) -> weights_pb2.Host:
-    reach = [weights_pb2.GpuReach(uuid=OTHERS, link=weights_pb2.GpuReach.NVLINK)]
+    reach = [weights_pb2.GpuReach(uuid=OTHERS, link=weights_pb2.GpuReach.LINK_NVLINK)]
     gpus = [weights_pb2.Gpu(uuid=uuid, name="NVIDIA H200", pci="0000:19:00.0", reach=reach) for uuid in uuids]
     return weights_pb2.Host(boot_id="b", name="node-a", gpus=gpus)
 

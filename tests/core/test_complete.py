@@ -35,7 +35,7 @@ def test_what_everybody_leaves_to_others_is_named() -> None:
     with pytest.raises(CkptEngineError) as caught:
         check_complete(MANIFEST, [worker("a", "bcd"), worker("b", "acd")], "pp")
     problem = caught.value.problem
-    assert (problem.code, list(problem.tensors), problem.replica) == (Problem.INVALID_ARGUMENT, ["c", "d"], "pp")
+    assert (problem.code, list(problem.tensors), problem.replica) == (Problem.CODE_INVALID_ARGUMENT, ["c", "d"], "pp")
     assert "each of the 2 workers of replica 'pp' leaves c, d to another" in problem.message
 
 
@@ -76,5 +76,5 @@ def test_a_model_that_would_keep_its_old_weights_is_named() -> None:
     check_unfilled([worker("ab", ""), WorkerNeeds(absent_parts=["draft"])], "pp")
     with pytest.raises(CkptEngineError) as caught:
         check_unfilled([worker("ab", ""), WorkerNeeds(unfilled_parts=["draft"])], "pp")
-    assert caught.value.problem.code == Problem.INVALID_ARGUMENT
+    assert caught.value.problem.code == Problem.CODE_INVALID_ARGUMENT
     assert "the server of replica 'pp' has a draft model, and the version has no weights for it" in str(caught.value)

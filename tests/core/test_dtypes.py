@@ -21,7 +21,7 @@ def test_an_unknown_dtype_is_named(name: str) -> None:
     for call in (itemsize, torch_dtype):
         with pytest.raises(UnsupportedDtypeError, match=f"dtype '{name}' is not supported") as caught:
             call(name)
-        assert caught.value.problem.code == Problem.INVALID_ARGUMENT
+        assert caught.value.problem.code == Problem.CODE_INVALID_ARGUMENT
     with pytest.raises(UnsupportedDtypeError, match="complex128"):
         dtype_name(torch.complex128)
 

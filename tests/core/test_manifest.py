@@ -139,7 +139,7 @@ def test_what_is_not_whole_is_refused_with_names_and_values(case: str) -> None:
     with pytest.raises(CkptEngineError) as caught:
         merge_tables(tables)
     problem = caught.value.problem
-    assert problem.code == Problem.INVALID_ARGUMENT
+    assert problem.code == Problem.CODE_INVALID_ARGUMENT
     for word in words:
         assert word in problem.message
     assert list(problem.ranks) == ranks

@@ -143,14 +143,14 @@ def test_what_cannot_be_reached_is_taken_from_elsewhere_or_refused() -> None:
     alone = merge_tables([near])
     with pytest.raises(CkptEngineError) as caught:
         compile_plans(alone, alone.table_digests, [asked])
-    assert caught.value.problem.code == Problem.FAILED_PRECONDITION
+    assert caught.value.problem.code == Problem.CODE_FAILED_PRECONDITION
     for word in ("worker w", "tensor a", "[0:8, 0:6]", "h1", "h2"):
         assert word in caught.value.problem.message
 
 
 def on_gpu(number: int) -> Host:
     host = Host(network_namespace="net:[1]", gpus=[Gpu(uuid=bytes([number]) * 16)])
-    host.gpus[0].reach.add(uuid=bytes([1 - number]) * 16, link=GpuReach.NVLINK)
+    host.gpus[0].reach.add(uuid=bytes([1 - number]) * 16, link=GpuReach.LINK_NVLINK)
     host.MergeFrom(HERE)
     return host
 
@@ -191,7 +191,7 @@ def test_of_equal_holders_the_nearest_is_read_whatever_it_offers() -> None:
 def test_a_need_that_does_not_fit_is_named(need: tuple[int, Box], words: tuple[str, ...]) -> None:
     with pytest.raises(CkptEngineError) as caught:
         compiled(some_weights(a=(8, 6)), 1, [("w", [need])])
-    assert caught.value.problem.code == Problem.INVALID_ARGUMENT
+    assert caught.value.problem.code == Problem.CODE_INVALID_ARGUMENT
     for word in ("worker w", *words):
         assert word in caught.value.problem.message
 
@@ -212,7 +212,11 @@ def test_replicas_that_differ_are_named() -> None:
     with pytest.raises(CkptEngineError) as caught:
         check_replicas(plans, sealed)
     problem = caught.value.problem
-    assert (problem.code, list(problem.tensors), list(problem.ranks)) == (Problem.FAILED_PRECONDITION, ["b"], [0, 2])
+    assert (problem.code, list(problem.tensors), list(problem.ranks)) == (
+        Problem.CODE_FAILED_PRECONDITION,
+        ["b"],
+        [0, 2],
+    )
     assert "[0:4] of tensor b" in problem.message
 
 

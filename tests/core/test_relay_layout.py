@@ -157,7 +157,7 @@ def test_memory_is_refused_with_both_numbers() -> None:
         check_memory(101, 100, "version 7")
     with pytest.raises(CkptEngineError, match=r"version 7 takes 5 more bytes of memory, .* has 4 left") as caught:
         check_room(5, 4, "version 7")
-    assert caught.value.problem.code == Problem.UNAVAILABLE
+    assert caught.value.problem.code == Problem.CODE_UNAVAILABLE
 
 
 def test_needs_are_of_the_record_or_refused_by_name() -> None:

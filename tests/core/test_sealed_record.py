@@ -92,7 +92,7 @@ def test_a_holder_of_other_bytes_is_noticed_though_nobody_else_holds_them() -> N
     plans = late(other, recorded, [(0, Box((1, 0), (3, 6)))])
     with pytest.raises(CkptEngineError, match="tensor a does not add up") as caught:
         seal_from_record(plans, recorded, answers(plans, recorded, other))
-    assert (caught.value.problem.code, list(caught.value.problem.tensors)) == (Problem.DATA_LOSS, ["a"])
+    assert (caught.value.problem.code, list(caught.value.problem.tensors)) == (Problem.CODE_DATA_LOSS, ["a"])
 
 
 def test_a_record_is_written_as_protobuf_writes_it() -> None:

@@ -48,7 +48,7 @@ def test_no_transport_says_why(
 ) -> None:
     with pytest.raises(CkptEngineError) as caught:
         choose_transport(source, transport, worker, available)
-    assert caught.value.problem.code == Problem.FAILED_PRECONDITION
+    assert caught.value.problem.code == Problem.CODE_FAILED_PRECONDITION
     for word in words:
         assert word in caught.value.problem.message
 
@@ -69,13 +69,13 @@ def on(*gpus: Gpu) -> Host:
     ("source", "worker", "distance", "words"),
     [
         (on(gpu(1)), on(gpu(1)), Distance.SAME_GPU, ("share GPU", "0000:01:00.0")),
-        (on(gpu(1)), on(gpu(2, gpu1=GpuReach.NVLINK)), Distance.NVLINK, ("NVLink", "0000:01:00.0")),
-        (on(gpu(1, gpu2=GpuReach.PCIE)), on(gpu(2)), Distance.PCIE, ("PCIe",)),  # only the source knows
-        (on(gpu(1)), on(gpu(2, gpu1=GpuReach.PEER)), Distance.PEER, ("peer access",)),
+        (on(gpu(1)), on(gpu(2, gpu1=GpuReach.LINK_NVLINK)), Distance.NVLINK, ("NVLink", "0000:01:00.0")),
+        (on(gpu(1, gpu2=GpuReach.LINK_PCIE)), on(gpu(2)), Distance.PCIE, ("PCIe",)),  # only the source knows
+        (on(gpu(1)), on(gpu(2, gpu1=GpuReach.LINK_PEER)), Distance.PEER, ("peer access",)),
         (on(gpu(1)), on(gpu(2)), Distance.UNKNOWN_PEER, ("nothing tells", "0000:01:00.0")),
         (on(), on(gpu(2)), Distance.UNKNOWN_PEER, ("nothing tells",)),
-        (on(gpu(1), gpu(2)), on(gpu(2, gpu1=GpuReach.NVLINK)), Distance.NVLINK, ("0000:01:00.0",)),  # the worst
-        (on(gpu(1)), on(gpu(2, gpu1=GpuReach.NONE), gpu(1)), Distance.SAME_GPU, ("share GPU",)),  # the best reader
+        (on(gpu(1), gpu(2)), on(gpu(2, gpu1=GpuReach.LINK_NVLINK)), Distance.NVLINK, ("0000:01:00.0",)),  # the worst
+        (on(gpu(1)), on(gpu(2, gpu1=GpuReach.LINK_NONE), gpu(1)), Distance.SAME_GPU, ("share GPU",)),  # the best reader
     ],
 )
 def test_gpus_are_matched_by_uuid_and_the_way_is_told(
@@ -95,13 +95,13 @@ def test_gpus_are_matched_by_uuid_and_the_way_is_told(
         (OTHER_NETWORK, ("network namespace", "net:[2]")),
         (Host(boot_id="a", pid_namespace="pid:[1]", name="h1"), ("network namespace", "unknown")),
         (BARE, ("uses no GPU", "transport='shared_memory'")),
-        (on(gpu(2, gpu1=GpuReach.NONE)), ("no peer access", "0000:01:00.0", "0000:02:00.0", "shared_memory")),
+        (on(gpu(2, gpu1=GpuReach.LINK_NONE)), ("no peer access", "0000:01:00.0", "0000:02:00.0", "shared_memory")),
     ],
 )
 def test_gpu_memory_out_of_reach_says_what_to_do(worker: Host, words: tuple[str, ...]) -> None:
     with pytest.raises(CkptEngineError) as caught:
         choose_transport(on(gpu(1)), "cuda_ipc", worker, ("cuda_ipc", "shared_memory"))
-    assert caught.value.problem.code == Problem.FAILED_PRECONDITION
+    assert caught.value.problem.code == Problem.CODE_FAILED_PRECONDITION
     for word in words:
         assert word in caught.value.problem.message
 

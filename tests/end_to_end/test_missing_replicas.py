@@ -78,7 +78,7 @@ def test_a_replica_that_is_away_counts_and_a_misfit_is_left_out(
         status = json.loads(run("status", "--manager", cluster.address, "--json").stdout)
         said = {replica["name"]: replica.get("unfit") for replica in status["replicas"]}
         assert said["beside"] is said["launched"] is None
-        assert said["misfit"]["code"] == "INVALID_ARGUMENT"
+        assert said["misfit"]["code"] == "CODE_INVALID_ARGUMENT"
         assert said["misfit"]["message"] in reason
         printed = " ".join(run("status", "--manager", cluster.address).stdout.split())
         assert "misfit: left out of updates: loading lm_head.weight" in printed

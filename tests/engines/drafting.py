@@ -91,7 +91,7 @@ def check_drafts(
         report = trainer.update_weights(version=number)
         assert report.ok, f"{report}\n{replica.tail()}"
         assert report.verified
-        assert handling(report).handling == PartReport.INSTALLED
+        assert handling(report).handling == PartReport.HANDLING_INSTALLED
         told(report)
         return report
 
@@ -138,7 +138,7 @@ def _keeps_the_draft(
     assert complete(replica, PROMPTS[0]).headers["x-ckpt-engine-admitted-version"] == str(FRESH)
     report = trainer.update_weights(version=6, draft="keep")
     assert report.ok, f"{report}\n{replica.tail()}"
-    assert handling(report).handling == PartReport.KEPT
+    assert handling(report).handling == PartReport.HANDLING_KEPT
     assert "its draft keeps its weights: the version has none for it" in str(report)
     _, kept = guesses(replica)
     told(kept)

@@ -51,7 +51,7 @@ def test_the_targets_own_weights_as_its_draft_guess_right_after_each_update(tmp_
             trainer.publish(named_weights(model))
             report = trainer.update_weights(version=4, draft="keep")
             assert report.ok, f"{report}\n{replica.tail()}"
-            assert handling(report).handling == PartReport.KEPT
+            assert handling(report).handling == PartReport.HANDLING_KEPT
             assert_serves(replica, model, 4)
             _, found = guesses(replica)
             assert found.accepted < 0.1 * found.guessed

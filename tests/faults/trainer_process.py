@@ -41,8 +41,7 @@ def update(trainer: Trainer, version: int, timeout: float, prefetch: str, until:
     try:
         report = trainer.update_weights(version=version, timeout=timeout, prefetch=prefetch, until=until)
     except CkptEngineError as error:
-        code = error.problem.Code.Name(error.problem.code)
-        return {"error": f"{code}: {error.problem.message}", "seconds": time.monotonic() - started}
+        return {"error": str(error), "seconds": time.monotonic() - started}
     replicas = {each.name: [each.outcome, each.problem] for each in report.replicas}
     ways = sorted({use.transport for each in report.replicas for use in each.transports})
     seconds = time.monotonic() - started

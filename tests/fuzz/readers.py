@@ -118,7 +118,7 @@ def orders(kind: type[Any]) -> Iterator[Callable[[bytes], None]]:
             answer = carry_out[kind](order)
             answer.SerializeToString()
             problem = answer.report.problem if kind is worker_pb2.InstallOrder else answer.problem
-            assert problem.code != weights_pb2.Problem.INTERNAL, problem.message
+            assert problem.code != weights_pb2.Problem.CODE_INTERNAL, problem.message
 
         yield take
         page.close()

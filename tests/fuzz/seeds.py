@@ -48,7 +48,7 @@ def needs_seed() -> weights_pb2.WorkerNeeds:
     needs = weights_pb2.WorkerNeeds(manifest_digest=blob_digest(canonical(manifest)))
     needs.needs.add(tensor=0, start=[0, 0], stop=[4, 3])
     needs.needs.add(tensor=1, start=[0], stop=[8])
-    needs.accounted.add(name="a", kind=weights_pb2.Accounted.LOADED, bytes=48)
+    needs.accounted.add(name="a", kind=weights_pb2.Accounted.KIND_LOADED, bytes=48)
     return needs
 
 

@@ -26,7 +26,7 @@ from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.transport.base import Move
 from ckpt_engine.transport.cuda_ipc.reader import CudaIpcTransport, CudaRegions
 from ckpt_engine.transport.shared_memory.memory import SharedMemoryTransport
-from ckpt_engine.v1.weights_pb2 import Atom, Atoms, Problem, SourceTable
+from ckpt_engine.v1.weights_pb2 import Atom, Atoms, SourceTable
 from tests.line_process import LineProcess
 from tests.source.reading import readable
 
@@ -342,7 +342,7 @@ def _main() -> None:
         try:
             answer = {"ok": call(**question), "seconds": time.perf_counter() - began}
         except CkptEngineError as error:
-            answer = {"problem": [Problem.Code.Name(error.problem.code), error.problem.message]}
+            answer = {"problem": [error.code, error.problem.message]}
         print(json.dumps(answer), flush=True)
 
 

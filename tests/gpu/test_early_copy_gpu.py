@@ -111,7 +111,7 @@ def test_one_bit_is_noticed_in_stage_memory(tmp_path: Path) -> None:
     order = worker.order(checkpoint)
     checkpoint.flip("layers.1.o_proj", (7, 3))
     news = worker.brought(order)
-    assert news.problem.code == weights_pb2.Problem.DATA_LOSS
+    assert news.problem.code == weights_pb2.Problem.CODE_DATA_LOSS
     assert "layers.1.o_proj" in news.problem.message
     assert worker.page.read()[0].state == manager_pb2.WORKER_STATE_CLEAN
     checkpoint.close()

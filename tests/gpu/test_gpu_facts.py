@@ -65,7 +65,7 @@ def test_gpus_that_do_not_see_each_other_know_their_link(
     assert [len(host.gpus) for host in (one, two)] == [1, 1]
     assert one.gpus[0].uuid != two.gpus[0].uuid
     link = nvml.link(one.gpus[0].uuid, two.gpus[0].uuid)
-    assert (link != GpuReach.NONE) == torch.cuda.can_device_access_peer(0, 1)
+    assert (link != GpuReach.LINK_NONE) == torch.cuda.can_device_access_peer(0, 1)
     choice = choose_transport(one, "cuda_ipc", two, ("cuda_ipc",))
     assert choice.distance in (Distance.NVLINK, Distance.PCIE)
     print("\n" + choice.reason)

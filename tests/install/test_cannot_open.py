@@ -93,7 +93,7 @@ def test_without_another_way_it_says_what_it_could_not_open_and_touches_nothing(
     order.plan = canonical(plan)
     (tmp_path / "1.bin").unlink()
     ready = get_ready(worker, order)
-    assert ready.problem.code == weights_pb2.Problem.UNAVAILABLE
+    assert ready.problem.code == weights_pb2.Problem.CODE_UNAVAILABLE
     assert "1.bin" in ready.problem.message
     assert [(each.transport, each.source) for each in ready.unopened] == [("file", "rank 1")]
     assert not ready.plans

@@ -150,5 +150,5 @@ def test_an_owner_that_is_gone_is_not_a_driver_that_refuses(gone: bool, office: 
         region.locator = locator.SerializeToString()
     with pytest.raises(CkptEngineError) as raised:
         Imported(Driver(RefusingLibrary("cuIpcOpenMemHandle_v2")), 0, region)
-    assert raised.value.problem.code == weights_pb2.Problem.UNAVAILABLE
+    assert raised.value.problem.code == weights_pb2.Problem.CODE_UNAVAILABLE
     assert isinstance(raised.value, UnmappableError) == (not gone)

@@ -47,7 +47,7 @@ def test_a_table_that_was_lost_is_named_until_the_engine_restarts(tmp_path: Path
         worker.installer.discarding()  # again, as an engine may: what is lost already must not count as right
         problem = installed(worker, checkpoint)
         assert problem is not None
-        assert problem.code == weights_pb2.Problem.DATA_LOSS
+        assert problem.code == weights_pb2.Problem.CODE_DATA_LOSS
         assert list(problem.tensors) == [name]
         assert "restart the engine" in problem.message
         assert worker.page.read()[0].state == manager_pb2.WORKER_STATE_NONE

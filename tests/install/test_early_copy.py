@@ -103,7 +103,7 @@ def test_a_flipped_bit_is_found_before_the_pause(tmp_path: Path, checkpoint: Che
     checkpoint.flip("layers.0.down", (3, 5))
     before, word = held(worker.target), worker.page.read()[0]
     news = worker.brought(order)
-    assert news.problem.code == weights_pb2.Problem.DATA_LOSS
+    assert news.problem.code == weights_pb2.Problem.CODE_DATA_LOSS
     assert "layers.0.down" in news.problem.message
     assert not news.verified
     assert same(worker.target, before)
@@ -160,7 +160,7 @@ def test_an_agent_that_waits_no_more_ends_it(
     worker = OneWorker(ModuleTarget(TensorParallel()), tmp_path, "auto")
     worker.waits = False
     news = worker.brought(ordered(worker, checkpoint))
-    assert news.problem.code == weights_pb2.Problem.ABORTED
+    assert news.problem.code == weights_pb2.Problem.CODE_ABORTED
     assert not news.verified
 
 

@@ -43,7 +43,7 @@ def test_a_bit_flipped_after_sealing(tmp_path: Path, name: str) -> None:
     order = worker.order(checkpoint)
     checkpoint.flip(name, (3,) if name == "norm.weight" else (3, 5))
     problem = problem_of(worker.installer.install(order))
-    assert problem.code == Code.DATA_LOSS
+    assert problem.code == Code.CODE_DATA_LOSS
     assert list(problem.tensors) == [name]
     assert name in problem.message
     assert word(worker) == (manager_pb2.WORKER_STATE_DIRTY, worker.epoch)
@@ -76,7 +76,7 @@ def test_two_tensors_loaded_to_one_place_must_be_equal(tmp_path: Path) -> None:
     equal.weights["embed"] = weight + 1
     equal.seal()
     problem = problem_of(worker.update(equal))
-    assert problem.code == Code.DATA_LOSS
+    assert problem.code == Code.CODE_DATA_LOSS
     assert list(problem.tensors) == ["embed"]
     assert "also loaded from head" in problem.message
     equal.close()
@@ -89,7 +89,7 @@ def test_what_post_load_breaks_is_seen(tmp_path: Path) -> None:
     checkpoint = Checkpoint(model.checkpoint())
     worker = OneWorker(target, tmp_path)
     problem = problem_of(worker.update(checkpoint))
-    assert (problem.code, list(problem.tensors)) == (Code.DATA_LOSS, ["layers.0.down"])
+    assert (problem.code, list(problem.tensors)) == (Code.CODE_DATA_LOSS, ["layers.0.down"])
     assert word(worker)[0] == manager_pb2.WORKER_STATE_DIRTY
     checkpoint.close()
 
@@ -105,7 +105,7 @@ def test_a_bit_of_a_widened_tensor_that_differs_is_seen(tmp_path: Path, bit: int
     checkpoint = Checkpoint({"w": torch.full((2, 3), -0.0, dtype=torch.bfloat16)})
     worker = OneWorker(target, tmp_path)
     problem = problem_of(worker.update(checkpoint))
-    assert (problem.code, list(problem.tensors)) == (Code.DATA_LOSS, ["w"])
+    assert (problem.code, list(problem.tensors)) == (Code.CODE_DATA_LOSS, ["w"])
     assert word(worker)[0] == manager_pb2.WORKER_STATE_DIRTY
     checkpoint.close()
 
@@ -119,7 +119,7 @@ def test_an_exception_after_loading_is_reported_and_not_raised(tmp_path: Path) -
     checkpoint = Checkpoint(model.checkpoint())
     worker = OneWorker(ModuleTarget(model, post_load=post_load), tmp_path)
     problem = problem_of(worker.update(checkpoint))
-    assert problem.code == Code.INTERNAL
+    assert problem.code == Code.CODE_INTERNAL
     assert "RuntimeError: no kernel for this shape" in problem.message
     assert word(worker)[0] == manager_pb2.WORKER_STATE_DIRTY
     checkpoint.close()
@@ -246,22 +246,22 @@ def old_epoch(order: worker_pb2.InstallOrder, plan: weights_pb2.WorkerPlan) -> N
 @pytest.mark.parametrize(
     ("change", "code"),
     [
-        (change_manifest, Code.FAILED_PRECONDITION),
-        (change_needs, Code.FAILED_PRECONDITION),
-        (drop_piece, Code.INVALID_ARGUMENT),
-        (repeat_piece, Code.INVALID_ARGUMENT),
-        (move_piece, Code.INVALID_ARGUMENT),
-        (read_beyond, Code.INVALID_ARGUMENT),
-        (unknown_need, Code.INVALID_ARGUMENT),
-        (unknown_region, Code.INVALID_ARGUMENT),
-        (unknown_transport, Code.INVALID_ARGUMENT),
-        (gone_source, Code.UNAVAILABLE),
-        (fewer_digests, Code.INVALID_ARGUMENT),
-        (no_digests, Code.INVALID_ARGUMENT),
-        (no_root, Code.INVALID_ARGUMENT),
-        (no_time, Code.DEADLINE_EXCEEDED),
-        (other_cluster, Code.ABORTED),
-        (old_epoch, Code.ABORTED),
+        (change_manifest, Code.CODE_FAILED_PRECONDITION),
+        (change_needs, Code.CODE_FAILED_PRECONDITION),
+        (drop_piece, Code.CODE_INVALID_ARGUMENT),
+        (repeat_piece, Code.CODE_INVALID_ARGUMENT),
+        (move_piece, Code.CODE_INVALID_ARGUMENT),
+        (read_beyond, Code.CODE_INVALID_ARGUMENT),
+        (unknown_need, Code.CODE_INVALID_ARGUMENT),
+        (unknown_region, Code.CODE_INVALID_ARGUMENT),
+        (unknown_transport, Code.CODE_INVALID_ARGUMENT),
+        (gone_source, Code.CODE_UNAVAILABLE),
+        (fewer_digests, Code.CODE_INVALID_ARGUMENT),
+        (no_digests, Code.CODE_INVALID_ARGUMENT),
+        (no_root, Code.CODE_INVALID_ARGUMENT),
+        (no_time, Code.CODE_DEADLINE_EXCEEDED),
+        (other_cluster, Code.CODE_ABORTED),
+        (old_epoch, Code.CODE_ABORTED),
     ],
 )
 def test_a_bad_order_touches_nothing(
@@ -310,7 +310,7 @@ def test_a_tensor_that_changed_its_layout_since_it_was_recorded(tmp_path: Path) 
     order = worker.order(checkpoint)
     model.layers[0].down.data = model.layers[0].down.data.t().contiguous().t()
     problem = problem_of(worker.installer.install(order))
-    assert (problem.code, list(problem.tensors)) == (Code.FAILED_PRECONDITION, ["layers.0.down"])
+    assert (problem.code, list(problem.tensors)) == (Code.CODE_FAILED_PRECONDITION, ["layers.0.down"])
     assert word(worker)[0] == manager_pb2.WORKER_STATE_NONE
     assert not worker.update(checkpoint).report.HasField("problem")  # prepared anew, for the new layout
     checkpoint.close()
@@ -346,7 +346,7 @@ def test_too_late_in_the_middle_of_copying_stays_dirty(tmp_path: Path, monkeypat
 
     monkeypatch.setattr("ckpt_engine.install.installer.time.monotonic", lambda: clock() + late)
     problem = problem_of(worker.installer.install(order, on_progress))
-    assert problem.code == Code.DEADLINE_EXCEEDED
+    assert problem.code == Code.CODE_DEADLINE_EXCEEDED
     assert word(worker)[0] == manager_pb2.WORKER_STATE_DIRTY
     assert seen
     assert 0 < seen[-1][0] <= seen[-1][1]
@@ -376,10 +376,10 @@ def test_preparing_reports_problems_and_does_not_raise(tmp_path: Path) -> None:
     checkpoint = Checkpoint(weights)
     worker = OneWorker(ModuleTarget(model), tmp_path)
     problem = worker.prepare(checkpoint).problem
-    assert (problem.code, list(problem.tensors)) == (Code.INVALID_ARGUMENT, ["layers.0.qkv"])
+    assert (problem.code, list(problem.tensors)) == (Code.CODE_INVALID_ARGUMENT, ["layers.0.qkv"])
     order = worker_pb2.PrepareOrder(fence=worker.fence(), manifest=b"\xff", deadline_seconds=10)
-    assert worker.installer.prepare(order).problem.code == Code.INVALID_ARGUMENT
-    assert worker.prepare(Checkpoint(model.checkpoint()), seconds=0).problem.code == Code.DEADLINE_EXCEEDED
+    assert worker.installer.prepare(order).problem.code == Code.CODE_INVALID_ARGUMENT
+    assert worker.prepare(Checkpoint(model.checkpoint()), seconds=0).problem.code == Code.CODE_DEADLINE_EXCEEDED
     assert word(worker) == (manager_pb2.WORKER_STATE_NONE, 0)
     assert worker.prepare(Checkpoint(model.checkpoint())).HasField("host")
     checkpoint.close()

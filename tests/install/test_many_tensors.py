@@ -28,5 +28,5 @@ def test_a_bit_flipped_in_any_of_many_tensors_is_seen(tmp_path: Path, number: in
     order = worker.order(checkpoint)
     checkpoint.flip(f"w{number:03}", (2,))
     problem = worker.installer.install(order).report.problem
-    assert (problem.code, list(problem.tensors)) == (weights_pb2.Problem.DATA_LOSS, [f"w{number:03}"])
+    assert (problem.code, list(problem.tensors)) == (weights_pb2.Problem.CODE_DATA_LOSS, [f"w{number:03}"])
     checkpoint.close()

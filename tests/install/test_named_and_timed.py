@@ -30,7 +30,7 @@ def test_a_prepare_that_was_overtaken_is_refused(tmp_path: Path) -> None:
     fence = weights_pb2.Fence(cluster="test", epoch=worker.epoch - 1)
     order = worker_pb2.PrepareOrder(fence=fence, manifest=checkpoint.manifest_bytes, deadline_seconds=60)
     prepared = worker.installer.prepare(order)
-    assert prepared.problem.code == weights_pb2.Problem.ABORTED
+    assert prepared.problem.code == weights_pb2.Problem.CODE_ABORTED
     assert not prepared.needs
     checkpoint.close()
 
@@ -95,7 +95,7 @@ def test_a_plan_that_cannot_be_read_is_called_so(tmp_path: Path) -> None:
         deadline_seconds=60,
     )
     problem = worker.installer.install(order).report.problem
-    assert problem.code == weights_pb2.Problem.INVALID_ARGUMENT
+    assert problem.code == weights_pb2.Problem.CODE_INVALID_ARGUMENT
     assert "the plan cannot be read" in problem.message
     checkpoint.close()
 
@@ -120,7 +120,7 @@ def test_a_copy_ends_at_its_deadline_and_not_after_its_last_byte(tmp_path: Path)
         patch.setattr("ckpt_engine.install.installer.time.monotonic", lambda: clock() + late)
         worker.prepare(checkpoint)
         report = worker.installer.install(worker.order(checkpoint), progress).report
-    assert report.problem.code == weights_pb2.Problem.DEADLINE_EXCEEDED
+    assert report.problem.code == weights_pb2.Problem.CODE_DEADLINE_EXCEEDED
     assert 0 < report.bytes < 32 << 20
     checkpoint.close()
 
@@ -141,7 +141,7 @@ def test_an_engine_whose_own_step_took_too_long_is_not_verified_any_more(
     worker = OneWorker(Slow(model), tmp_path)
     monkeypatch.setattr("ckpt_engine.install.installer.time.monotonic", lambda: clock() + late)
     monkeypatch.setattr(Ready, "mismatches", lambda *_: pytest.fail("it was read back after its deadline"))
-    assert worker.update(checkpoint).report.problem.code == weights_pb2.Problem.DEADLINE_EXCEEDED
+    assert worker.update(checkpoint).report.problem.code == weights_pb2.Problem.CODE_DEADLINE_EXCEEDED
     checkpoint.close()
 
 

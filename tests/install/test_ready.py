@@ -158,7 +158,7 @@ def test_a_plan_that_cannot_be_ready_is_not_called_ready(worker: OneWorker, chec
     order.plan = b"\xff"
     assert "cannot be read" in get_ready(worker, order).problem.message
     order.fence.epoch = 0
-    assert get_ready(worker, order).problem.code == weights_pb2.Problem.ABORTED
+    assert get_ready(worker, order).problem.code == weights_pb2.Problem.CODE_ABORTED
 
 
 def test_memory_that_is_given_up_is_not_looked_at(

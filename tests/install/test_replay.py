@@ -253,7 +253,7 @@ def test_derived_tensors_are_recomputed_after_loading(tmp_path: Path) -> None:
     needs = weights_pb2.WorkerNeeds.FromString(worker.recording(checkpoint).needs_bytes)
     kinds = {row.name: (row.kind, row.note) for row in needs.accounted}
     assert kinds == {
-        "weight": (weights_pb2.Accounted.LOADED, ""),
-        "absorbed": (weights_pb2.Accounted.DERIVED, "weight transposed"),
+        "weight": (weights_pb2.Accounted.KIND_LOADED, ""),
+        "absorbed": (weights_pb2.Accounted.KIND_DERIVED, "weight transposed"),
     }
     checkpoint.close()

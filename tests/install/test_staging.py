@@ -136,7 +136,7 @@ def test_a_staged_layer_of_other_bytes_is_never_handed_over(tmp_path: Path) -> N
     order = worker.order(checkpoint)
     checkpoint.flip("b1", (2, 3))
     problem = worker.installer.install(order).report.problem
-    assert (problem.code, list(problem.tensors)) == (weights_pb2.Problem.DATA_LOSS, ["b1"])
+    assert (problem.code, list(problem.tensors)) == (weights_pb2.Problem.CODE_DATA_LOSS, ["b1"])
     assert target.log == ["enter", "packed 2", "leave"]
     assert worker.page.read()[0].state == manager_pb2.WORKER_STATE_DIRTY
     checkpoint.seal()
@@ -155,7 +155,7 @@ def test_an_engine_that_fails_in_the_middle_is_left_tidy_and_dirty(tmp_path: Pat
     checkpoint = Checkpoint(weights(0))
     worker = OneWorker(target, tmp_path)
     problem = worker.update(checkpoint).report.problem
-    assert problem.code == weights_pb2.Problem.INTERNAL
+    assert problem.code == weights_pb2.Problem.CODE_INTERNAL
     assert says in problem.message
     assert target.log[-1] == "leave"
     assert worker.page.read()[0].state == manager_pb2.WORKER_STATE_DIRTY

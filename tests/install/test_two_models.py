@@ -62,7 +62,7 @@ def test_both_models_are_installed_and_verified_together(tmp_path: Path) -> None
         assert_same(state(models.target), like(models.target, models.target.checkpoint(seed)))
         assert_same(state(models.draft), like(models.draft, models.draft.checkpoint(seed + 100)))
         parts = by_part(report)
-        assert [each.handling for each in parts.values()] == [PartReport.INSTALLED] * 2
+        assert [each.handling for each in parts.values()] == [PartReport.HANDLING_INSTALLED] * 2
         assert parts[""].bytes + parts["draft"].bytes == report.bytes
         assert parts["draft"].bytes == sum(each.nbytes for each in models.draft.checkpoint().values())
         assert parts[""].verified + parts["draft"].verified == report.verified
@@ -88,7 +88,7 @@ def test_a_worker_without_a_draft_leaves_the_part(tmp_path: Path) -> None:
     assert (list(needs.absent_parts), list(needs.unfilled_parts), list(needs.elsewhere)) == (["draft"], [], [])
     report = worker.update(checkpoint).report
     assert not report.HasField("problem"), report.problem.message
-    assert by_part(report)["draft"] == PartReport(part="draft", handling=PartReport.LEFT)
+    assert by_part(report)["draft"] == PartReport(part="draft", handling=PartReport.HANDLING_LEFT)
     assert_same(state(target), like(target, target.checkpoint(1)))
 
 
@@ -99,9 +99,9 @@ def test_a_draft_that_the_version_lacks_is_kept_bit_for_bit(tmp_path: Path) -> N
     needs = models.needs(models.target.checkpoint(2))
     assert list(needs.unfilled_parts) == ["draft"]
     rows = {row.name: row.kind for row in needs.accounted}
-    assert rows["draft::norm.weight"] == weights_pb2.Accounted.KEPT
+    assert rows["draft::norm.weight"] == weights_pb2.Accounted.KIND_KEPT
     report = models.worker.update(Checkpoint(models.target.checkpoint(2))).report
-    assert by_part(report)["draft"].handling == PartReport.KEPT
+    assert by_part(report)["draft"].handling == PartReport.HANDLING_KEPT
     assert_same(state(models.draft), before)
     assert_same(state(models.target), like(models.target, models.target.checkpoint(2)))
 
@@ -172,7 +172,7 @@ def test_a_draft_in_the_targets_checkpoint_needs_no_names_of_its_own(tmp_path: P
     weights = models.target.checkpoint(1) | {f"mtp.{name}": each for name, each in models.draft.checkpoint(2).items()}
     report = worker.update(Checkpoint(weights)).report
     assert not report.HasField("problem"), report.problem.message
-    assert by_part(report)["draft"].handling == PartReport.INSTALLED
+    assert by_part(report)["draft"].handling == PartReport.HANDLING_INSTALLED
     assert_same(state(models.draft), like(models.draft, models.draft.checkpoint(2)))
     without = Needs.FromString(worker.prepare(Checkpoint(models.target.checkpoint(1))).needs)
     assert list(without.unfilled_parts) == ["draft"]

@@ -129,7 +129,7 @@ def test_nothing_waits_longer_than_its_deadline(
     agent = Agent(directory.endpoint, lambda request, times: []) if listening else None
     with pytest.raises(CkptEngineError) as caught:
         channel.ask(question(), 2.0)
-    assert caught.value.problem.code == weights_pb2.Problem.DEADLINE_EXCEEDED
+    assert caught.value.problem.code == weights_pb2.Problem.CODE_DEADLINE_EXCEEDED
     assert "worker 3 got no answer" in caught.value.problem.message
     if agent is not None:
         assert {each.sequence for each in agent.requests} == {1}
@@ -265,7 +265,7 @@ def test_a_refused_worker_does_nothing_and_a_deserted_one_does_not_raise(
     worker = EngineWorker(directory, 0, 1, ModuleTarget(model))
     assert not worker.prepare()
     assert not worker.install()
-    refusal = weights_pb2.Problem(code=weights_pb2.Problem.ABORTED, message="overtaken")
+    refusal = weights_pb2.Problem(code=weights_pb2.Problem.CODE_ABORTED, message="overtaken")
     agent = Agent(directory.endpoint, lambda request, times: [Reply(refused=refusal)])
     assert not worker.prepare()
     assert not worker.install()

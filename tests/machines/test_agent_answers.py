@@ -45,7 +45,7 @@ def test_who_asks_again_for_digests_of_files_gets_the_answer_again(fails: bool) 
     (run,) = [command for command in given if isinstance(command, events.Run)]
     agent.tell(events.Message(agent.peer, seal()))
     assert not sent(agent, manager_pb2.Sealed)
-    problem = weights_pb2.Problem(code=weights_pb2.Problem.NOT_FOUND, message="no such file") if fails else None
+    problem = weights_pb2.Problem(code=weights_pb2.Problem.CODE_NOT_FOUND, message="no such file") if fails else None
     digests = events.SealResult(manager_pb2.BlobRef(digest=b"d" * 32), 0.0, 0.0)
     agent.tell(events.Done(run.key, None if fails else digests, problem))
     again = agent.tell(events.Message(agent.peer, seal()))

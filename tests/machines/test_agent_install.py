@@ -174,7 +174,7 @@ def test_an_engine_that_took_all_the_time_to_pause_is_not_installed_into() -> No
     install.end(install.until(events.ReadWords, DEADLINE - KEPT), DEADLINE - KEPT)
     outcome = install.outcome()
     assert outcome.outcome == manager_pb2.OUTCOME_OLD_SERVING
-    assert outcome.problem.code == weights_pb2.Problem.DEADLINE_EXCEEDED
+    assert outcome.problem.code == weights_pb2.Problem.CODE_DEADLINE_EXCEEDED
     assert "pausing" in outcome.problem.message
 
 
@@ -237,7 +237,9 @@ def test_an_engine_pauses_once_what_its_worker_brings_is_there_and_verified() ->
 def test_what_cannot_be_brought_leaves_the_replica_as_it_was(how: str) -> None:
     install = Install(deadline=200.0, early_bytes=100)
     install.end(install.until(events.PrepareEngine, 0.0), 0.0)
-    problem = weights_pb2.Problem(code=weights_pb2.Problem.DATA_LOSS, message="it does not hash to what was sealed")
+    problem = weights_pb2.Problem(
+        code=weights_pb2.Problem.CODE_DATA_LOSS, message="it does not hash to what was sealed"
+    )
     now = {"a problem": 1.0, "silence": SILENCE_SECONDS + 1.5, "no time": 186.0, "another command": 1.0}[how]
     if how == "a problem":
         install.brings(now, 50, problem=problem)

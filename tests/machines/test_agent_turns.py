@@ -63,7 +63,7 @@ def test_a_refused_resume_is_not_repeated_in_the_same_moment() -> None:
     agent = Agent()
     agent.welcome()
     given = agent.engine_ready(paused=True)
-    refused = weights_pb2.Problem(code=weights_pb2.Problem.INTERNAL, message="refused")
+    refused = weights_pb2.Problem(code=weights_pb2.Problem.CODE_INTERNAL, message="refused")
     resumed = 0
     for _ in range(20):
         runs = [command for command in given if isinstance(command, events.Run)]
@@ -84,7 +84,7 @@ def test_a_refused_resume_is_not_repeated_in_the_same_moment() -> None:
 def test_an_engine_that_loaded_another_release_than_its_agent_is_told_before_anything_is_installed() -> None:
     """The agent was upgraded and started again, the engine was not."""
     answer = prepared_by([0], digest_format=0)
-    assert answer.problem.code == weights_pb2.Problem.FAILED_PRECONDITION
+    assert answer.problem.code == weights_pb2.Problem.CODE_FAILED_PRECONDITION
     assert answer.problem.message.startswith("worker 0 of replica 'replica' makes digests of format 1, ")
     assert not answer.workers
     assert not prepared_by([0], digest_format=DIGEST_FORMAT).HasField("problem")
@@ -141,7 +141,7 @@ def test_an_install_whose_time_is_over_before_it_begins_goes_back() -> None:
         for command in given
         if isinstance(command, events.Send) and isinstance(command.body, manager_pb2.ReplicaOutcome)
     ]
-    assert outcome.problem.code == weights_pb2.Problem.DEADLINE_EXCEEDED
+    assert outcome.problem.code == weights_pb2.Problem.CODE_DEADLINE_EXCEEDED
     assert outcome.after == IDENTITY
 
 

@@ -129,7 +129,9 @@ def test_who_makes_other_digests_is_refused_with_words(kind: str, its: int) -> N
     hello.digest_format = its
     with pytest.raises(CkptEngineError, match=f"makes digests of format {its or 1}, and this process of") as caught:
         members.hello(SECOND, hello, 1.0)
-    assert caught.value.problem.code == weights_pb2.Problem.FAILED_PRECONDITION, "it goes on as it is and asks again"
+    assert caught.value.problem.code == weights_pb2.Problem.CODE_FAILED_PRECONDITION, (
+        "it goes on as it is and asks again"
+    )
     assert {"replica": "replica 'replica'", "trainer": "rank 0", "relay": "relay h1"}[kind] in str(caught.value)
     assert SECOND not in members.by_peer
 

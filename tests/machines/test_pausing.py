@@ -22,7 +22,7 @@ def test_a_mode_that_is_not_declared_is_refused_in_words() -> None:
     with pytest.raises(CkptEngineError) as refused:
         check_pause_mode("one", ENGINE, manager_pb2.PAUSE_MODE_WAIT)
     problem = refused.value.problem
-    assert problem.code == weights_pb2.Problem.INVALID_ARGUMENT
+    assert problem.code == weights_pb2.Problem.CODE_INVALID_ARGUMENT
     assert problem.replica == "one"
     assert "sglang 0.5.23, which cannot be paused in mode 'wait'; it can in: keep, in_place" in problem.message
 

@@ -90,7 +90,7 @@ class Relay:
         return [(each.fence.epoch, each.problem.message) for each in self.said if isinstance(each, RelayFilled)]
 
 
-FULL = Problem(code=Problem.FAILED_PRECONDITION, message="takes 9 bytes, and a slot has 8")
+FULL = Problem(code=Problem.CODE_FAILED_PRECONDITION, message="takes 9 bytes, and a slot has 8")
 
 
 def test_a_version_is_held_only_when_it_was_compared_and_answered_then() -> None:
@@ -253,7 +253,7 @@ def test_a_newer_command_ends_the_filling_and_waits_until_it_has_ended() -> None
     relay.tell(fill(3, 3))
     assert relay.said.count(StopFilling()) == 1
     assert isinstance(relay.task, FillSlot)
-    relay.end(Problem(code=Problem.ABORTED, message="overtaken"))
+    relay.end(Problem(code=Problem.CODE_ABORTED, message="overtaken"))
     assert isinstance(relay.task, CountSlot)
     assert relay.task.command.identity.version == 3, "the one between was overtaken before it began"
     relay.end()
@@ -289,7 +289,7 @@ def test_what_has_come_does_not_stay_for_a_command_that_wants_something_else(oth
     relay.tell(newest)
     stops = [each for each in relay.said if isinstance(each, StopFilling)]
     assert stops == [StopFilling(keep=True), StopFilling(keep=False)]
-    relay.end(Problem(code=Problem.ABORTED, message="overtaken"))
+    relay.end(Problem(code=Problem.CODE_ABORTED, message="overtaken"))
     assert isinstance(relay.task, CountSlot)
     assert not relay.task.more
 
@@ -374,7 +374,7 @@ def test_counting_takes_its_time_from_the_filling() -> None:
     relay.end(now=130.0)
     assert isinstance(relay.task, FillSlot)
     assert relay.task.seconds == 30.0
-    relay.end(Problem(code=Problem.DEADLINE_EXCEEDED, message="late"), now=160.0, answered=False)
+    relay.end(Problem(code=Problem.CODE_DEADLINE_EXCEEDED, message="late"), now=160.0, answered=False)
     assert relay.answers == [(1, "late")]
 
 
@@ -383,7 +383,7 @@ def test_a_process_that_ends_ends_its_filling_and_begins_nothing() -> None:
     relay.tell(fill(1, 1))
     relay.tell(fill(2, 2))
     relay.machine.stop()
-    relay.end(Problem(code=Problem.ABORTED, message="stopped"))
+    relay.end(Problem(code=Problem.CODE_ABORTED, message="stopped"))
     assert (relay.task, relay.answers) == (None, [])
     relay.machine.stop()
 

@@ -260,7 +260,7 @@ def test_memory_that_is_taken_back_is_let_go_of_beside_a_filling_and_what_was_br
     assert isinstance(run.task, LetGoOf)
     assert run.task.tables == (b"a", b"b")
     assert StopFilling() not in relay.commands
-    relay.feed(events.Done(run.key, None, Problem(code=Problem.DEADLINE_EXCEEDED)))
+    relay.feed(events.Done(run.key, None, Problem(code=Problem.CODE_DEADLINE_EXCEEDED)))
     relay.tasks.remove(run)
     relay.end()
     relay.end()

@@ -27,14 +27,14 @@ def said(found: PlacedFilling) -> str:
 
 
 def test_a_relay_that_is_left_out_is_named_with_those_that_it_reads() -> None:
-    late = Problem(code=Problem.DEADLINE_EXCEEDED, message="it has not answered 25.0 s after the update began")
+    late = Problem(code=Problem.CODE_DEADLINE_EXCEEDED, message="it has not answered 25.0 s after the update began")
     assert said(filling(late)) == f"relay down: {late.message}; {SEE}"
-    full = Problem(code=Problem.FAILED_PRECONDITION, message="relay down has 7 bytes")
+    full = Problem(code=Problem.CODE_FAILED_PRECONDITION, message="relay down has 7 bytes")
     assert said(filling(full)) == full.message, "the network has nothing to do with it"
 
 
 def test_what_a_relay_could_not_read_is_said_and_nothing_of_one_that_has_all() -> None:
-    gone = Problem(code=Problem.UNAVAILABLE, message="relay up: the relay at 10.0.0.7:7010 is gone")
+    gone = Problem(code=Problem.CODE_UNAVAILABLE, message="relay up: the relay at 10.0.0.7:7010 is gone")
     lacks = RelayFilled(missing=[gone], missing_cells=3)
     assert said(filling(answer=lacks)) == f"relay down lacks 3 pieces of the version: {gone.message}; {SEE}"
     assert shortfalls([filling(answer=RelayFilled(table=b"whole"))], HOLDERS) == {}

@@ -47,12 +47,12 @@ def test_a_stream_that_ends_with_a_refusal(code: Code, welcomed: bool) -> None:
     assert (said.problem.code, said.problem.message) == (code, "no grant")
 
 
-@pytest.mark.parametrize("code", [Problem.UNAVAILABLE, Problem.ABORTED, Problem.INTERNAL], ids=Code.Name)
+@pytest.mark.parametrize("code", [Problem.CODE_UNAVAILABLE, Problem.CODE_ABORTED, Problem.CODE_INTERNAL], ids=Code.Name)
 def test_a_stream_that_breaks_is_dialled_again(code: Code) -> None:
     member = Member(welcomed=False)
     said = member.ended(events.PeerLost(member.peer, "reset", code))
     assert not said.final
-    assert said.problem.code == Problem.UNAVAILABLE, "an engine may be launched meanwhile"
+    assert said.problem.code == Problem.CODE_UNAVAILABLE, "an engine may be launched meanwhile"
 
 
 @pytest.mark.parametrize("code", sorted(DENIED), ids=Code.Name)
@@ -67,7 +67,7 @@ def test_a_table_that_may_not_be_stored(code: Code) -> None:
 
 def test_a_name_that_somebody_else_holds_is_waited_for() -> None:
     member = Member(welcomed=False)
-    refused = manager_pb2.Refused(problem=Problem(code=Problem.ABORTED, message="taken"))
+    refused = manager_pb2.Refused(problem=Problem(code=Problem.CODE_ABORTED, message="taken"))
     said = member.ended(events.Message(member.peer, refused))
     assert (said.final, said.patience) == (False, PATIENCE * 8.0)
 

@@ -12,6 +12,7 @@ import httpx
 import trustme
 
 from ckpt_engine.channel import ManagerStub, open_channel
+from ckpt_engine.core.problems import code_of
 from ckpt_engine.manager.service import ManagerServer
 from ckpt_engine.security.client import AUTHORITY, TOKEN_FILE, ClientSecurity
 from ckpt_engine.security.grants import digest_of
@@ -81,7 +82,7 @@ class Keys:
 
 def name(problem: weights_pb2.Problem) -> str:
     """Of its code."""
-    return weights_pb2.Problem.Code.Name(problem.code)
+    return code_of(problem)
 
 
 @contextlib.asynccontextmanager

@@ -23,6 +23,7 @@ from google.protobuf.message import Message
 
 from ckpt_engine.channel import ManagerStub
 from ckpt_engine.core.manifest import DIGEST_FORMAT
+from ckpt_engine.core.problems import code_of
 from ckpt_engine.digest.boxes import digest_boxes
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -50,7 +51,7 @@ async def refused(call: Awaitable[Any]) -> weights_pb2.Problem:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     problem = problem_of(caught.value)
-    assert caught.value.code().name == weights_pb2.Problem.Code.Name(problem.code)
+    assert caught.value.code().name == code_of(problem)
     assert caught.value.details() == problem.message
     return problem
 

@@ -36,7 +36,7 @@ async def test_other_bytes_than_announced_are_refused_and_leave_nothing() -> Non
     wrong = bytes([data[0] ^ 1]) + data[1:]
     with pytest.raises(CkptEngineError) as caught:
         await receive(store, stream(*chunks_of(ref_of(data), wrong)))
-    assert caught.value.problem.code == weights_pb2.Problem.DATA_LOSS
+    assert caught.value.problem.code == weights_pb2.Problem.CODE_DATA_LOSS
     assert not store.has(ref_of(data))
     assert len(store) == 0
     assert store.stored_bytes == 0
@@ -130,4 +130,4 @@ def test_the_same_bytes_twice_are_held_once() -> None:
 def test_an_unknown_blob_is_not_found() -> None:
     with pytest.raises(CkptEngineError) as caught:
         BlobStore().get(manager_pb2.BlobRef(digest=bytes(32), size=1))
-    assert caught.value.problem.code == weights_pb2.Problem.NOT_FOUND
+    assert caught.value.problem.code == weights_pb2.Problem.CODE_NOT_FOUND

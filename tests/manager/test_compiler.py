@@ -125,8 +125,12 @@ def test_lost_and_meaningless_blobs_are_told_apart() -> None:
     blobs = BlobStore()
     compiler = Compiler(blobs)
     for ref, code, words in (
-        (manager_pb2.BlobRef(digest=bytes(32), size=1), weights_pb2.Problem.NOT_FOUND, "put it again"),
-        (blobs.put(b"\xff\xff\xff"), weights_pb2.Problem.INVALID_ARGUMENT, "table of rank 0 .* is not a SourceTable"),
+        (manager_pb2.BlobRef(digest=bytes(32), size=1), weights_pb2.Problem.CODE_NOT_FOUND, "put it again"),
+        (
+            blobs.put(b"\xff\xff\xff"),
+            weights_pb2.Problem.CODE_INVALID_ARGUMENT,
+            "table of rank 0 .* is not a SourceTable",
+        ),
     ):
         with pytest.raises(CkptEngineError, match=words) as caught:
             compiler.merge(MergeTables("run", (ref,), SECONDS))
@@ -207,7 +211,7 @@ def test_replicas_that_cannot_be_planned_for_are_named_and_the_others_get_the_pl
     lost = PlanWorker(("lost", 0), manager_pb2.BlobRef(digest=bytes(32), size=1), HOST, ("shared_memory",))
     with pytest.raises(CkptEngineError) as caught:
         compiler.compile(CompilePlans(published, (lost, *good), SECONDS))
-    assert caught.value.problem.code == weights_pb2.Problem.NOT_FOUND
+    assert caught.value.problem.code == weights_pb2.Problem.CODE_NOT_FOUND
 
 
 def test_what_is_told_of_a_replica_out_of_reach_goes_by_where_relays_run_now() -> None:
@@ -396,7 +400,7 @@ def test_a_holder_is_left_out_by_name_unless_its_record_hashes_to_the_root_and_i
         return joined.refused[offer.source]
 
     problem = refused(held(blobs, weights, other.record))
-    assert (problem.code, "hashes to" in problem.message) == (weights_pb2.Problem.DATA_LOSS, True)
+    assert (problem.code, "hashes to" in problem.message) == (weights_pb2.Problem.CODE_DATA_LOSS, True)
     assert "what keeper one holds is left out" in problem.message
     wider = held(blobs, some_weights(sizes=(8, 6)), None)
     assert "the sealed weights have" in refused(wider).message

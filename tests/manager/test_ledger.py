@@ -199,7 +199,7 @@ async def test_a_full_disk_refuses_in_words(tmp_path: Path) -> None:
             await ledger.record_intent(1, identity(1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert caught.value.problem.code == weights_pb2.Problem.FAILED_PRECONDITION
+    assert caught.value.problem.code == weights_pb2.Problem.CODE_FAILED_PRECONDITION
     assert "ledger.sqlite3 cannot be used" in caught.value.problem.message
     await ledger.record_intent(2, identity(2))  # and goes on when there is room again
     assert [record.epoch for record in await ledger.history()] == [2]

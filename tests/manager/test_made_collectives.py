@@ -101,7 +101,7 @@ async def test_all_members_are_told_the_same(manager: ManagerServer, stub: Manag
 async def test_after_one_that_failed_all_make_another_one(manager: ManagerServer, stub: ManagerStub) -> None:
     (trainer,) = trainers = await publishing(stub, 1, some_weights())
     replicas = [await replica(stub, "a")]
-    problem = weights_pb2.Problem(code=weights_pb2.Problem.ABORTED, message="a, worker 0 was lost")
+    problem = weights_pb2.Problem(code=weights_pb2.Problem.CODE_ABORTED, message="a, worker 0 was lost")
     report, (first,) = await update([trainer], replicas, replicas, problem=problem, blamed=["a, worker 0"])
     assert "it did not end well: a, worker 0 was lost" in report.collective
     _, (second,) = await update(trainers, replicas, [])

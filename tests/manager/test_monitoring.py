@@ -137,7 +137,7 @@ def test_no_lineage_is_a_label() -> None:
     manager = Manager()
     manager.status.replicas.append(replica("new", 7))
     manager.metrics.called("run")
-    manager.metrics.refused(weights_pb2.Problem(code=weights_pb2.Problem.NOT_FOUND))
+    manager.metrics.refused(weights_pb2.Problem(code=weights_pb2.Problem.CODE_NOT_FOUND))
     assert not [labels for _, labels in manager.samples() if "run" in labels]
     manager.metrics.forget_calls("run")
     assert not manager.metrics._calls
@@ -145,7 +145,7 @@ def test_no_lineage_is_a_label() -> None:
 
 def test_refusals_gathering_and_sealing_are_counted() -> None:
     manager = Manager()
-    manager.metrics.refused(weights_pb2.Problem(code=weights_pb2.Problem.FAILED_PRECONDITION))
+    manager.metrics.refused(weights_pb2.Problem(code=weights_pb2.Problem.CODE_FAILED_PRECONDITION))
     for _ in range(2):
         manager.metrics.called("run")
     manager.metrics.sealed(manager_pb2.Sealed(copy_seconds=1.5, digest_seconds=0.5))

@@ -84,7 +84,7 @@ async def test_a_session_begins_with_hello(stub: ManagerStub, kind: str) -> None
     stream = Stream(stub.TrainerSession() if kind == "trainer" else stub.ReplicaSession(), envelope)
     await stream.send(goodbye=manager_pb2.Goodbye(reason="rude"))
     problem = await refused(stream.next())
-    assert problem.code == Code.INVALID_ARGUMENT
+    assert problem.code == Code.CODE_INVALID_ARGUMENT
     assert "Goodbye came first" in problem.message
 
 
@@ -93,7 +93,7 @@ async def test_a_silent_stream_is_closed(config: ManagerConfig) -> None:
     async with ManagerServer(impatient) as server, stub_at(server.address) as stub:
         stream = Stream(stub.TrainerSession(), manager_pb2.TrainerMessage)
         problem = await refused(stream.next())
-    assert problem.code == Code.DEADLINE_EXCEEDED
+    assert problem.code == Code.CODE_DEADLINE_EXCEEDED
     assert "0.3 s" in problem.message
 
 
@@ -135,7 +135,7 @@ async def test_another_engine_under_a_connected_name_is_refused(stub: ManagerStu
         second.stream = Stream(stub.ReplicaSession(), manager_pb2.ReplicaMessage)
         await second.stream.send(hello=second.hello(agent_epoch=epoch))
         answer = await second.stream.expect(manager_pb2.Refused)
-        assert answer.problem.code == Code.ABORTED
+        assert answer.problem.code == Code.CODE_ABORTED
         assert "with another engine" in answer.problem.message
     status = await stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60)
     assert [(found.connected, found.workers[0].boot_id) for found in status.replicas] == [
@@ -160,7 +160,7 @@ async def test_a_session_that_speaks_for_a_second_member_ends_and_leaves_nobody_
         )
         await member.stream.send(hello=hello)
     problem = await refused(member.stream.until(manager_pb2.PublicationAccepted))
-    assert problem.code == Code.INVALID_ARGUMENT
+    assert problem.code == Code.CODE_INVALID_ARGUMENT
     assert "one session speaks for one member" in problem.message
 
     def nobody() -> bool:
@@ -186,9 +186,9 @@ async def test_a_corrupt_blob_is_refused(stub: ManagerStub) -> None:
     async def chunks() -> AsyncIterator[manager_pb2.BlobChunk]:
         yield manager_pb2.BlobChunk(ref=ref, data=b"wrong")
 
-    assert (await refused(stub.PutBlob(chunks(), timeout=60))).code == Code.DATA_LOSS
+    assert (await refused(stub.PutBlob(chunks(), timeout=60))).code == Code.CODE_DATA_LOSS
     assert not (await stub.HasBlob(ref, timeout=60)).present
-    assert (await refused(get(stub, ref))).code == Code.NOT_FOUND
+    assert (await refused(get(stub, ref))).code == Code.CODE_NOT_FOUND
 
 
 async def test_an_oversized_blob_is_refused(stub: ManagerStub, config: ManagerConfig) -> None:
@@ -265,11 +265,13 @@ async def test_stopping_tells_members_and_callers(config: ManagerConfig) -> None
         stopping = asyncio.ensure_future(server.stop())
         await asyncio.sleep(0.2)
         late = await refused(ScriptedReplica(stub, "late").open())
-        assert (late.code, call.done()) == (Code.UNAVAILABLE, False), "no new member while the call may still finish"
+        assert (late.code, call.done()) == (Code.CODE_UNAVAILABLE, False), (
+            "no new member while the call may still finish"
+        )
         await asyncio.wait_for(stopping, WAIT)
         problem = await refused(call)
-        assert (problem.code, "stopping" in problem.message) == (Code.UNAVAILABLE, True)
-        assert (await refused(replica.stream.until(manager_pb2.Refused))).code == Code.UNAVAILABLE
+        assert (problem.code, "stopping" in problem.message) == (Code.CODE_UNAVAILABLE, True)
+        assert (await refused(replica.stream.until(manager_pb2.Refused))).code == Code.CODE_UNAVAILABLE
 
 
 async def test_a_machine_that_raises_ends_the_manager_and_everybody_is_told(
@@ -298,13 +300,13 @@ async def test_a_machine_that_raises_ends_the_manager_and_everybody_is_told(
             await asyncio.sleep(0.01)
         await sender.stream.send(progress=manager_pb2.Progress())
         answer = await sender.stream.expect(manager_pb2.Refused)  # and not what the event had commanded
-        assert answer.problem.code == Code.INTERNAL
+        assert answer.problem.code == Code.CODE_INTERNAL
         assert "the manager failed on Progress: ZeroDivisionError('a defect of ours')" in answer.problem.message
         for stream in (other.stream, first.stream):
             told = await stream.until(manager_pb2.Refused)
-            assert told.problem.code == weights_pb2.Problem.UNAVAILABLE
+            assert told.problem.code == weights_pb2.Problem.CODE_UNAVAILABLE
             assert "a defect of ours" in told.problem.message
-        assert (await refused(call)).code == Code.UNAVAILABLE
+        assert (await refused(call)).code == Code.CODE_UNAVAILABLE
         for late in (ScriptedReplica(stub, "late").open(), ScriptedTrainer(stub, lineage="late").update()):
             with pytest.raises((grpc.aio.AioRpcError, AssertionError), match=r"UNAVAILABLE|the manager ends"):
                 await late

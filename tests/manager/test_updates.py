@@ -82,7 +82,7 @@ async def test_a_missing_rank_is_named_after_the_deadline(stub: ManagerStub) -> 
     replica = ScriptedReplica(stub)
     await replica.open()
     problem = await refused(first.update(timeout_seconds=3.0))
-    assert problem.code in (Code.DEADLINE_EXCEEDED, Code.FAILED_PRECONDITION)
+    assert problem.code in (Code.CODE_DEADLINE_EXCEEDED, Code.CODE_FAILED_PRECONDITION)
     assert list(problem.ranks) == [1]
     assert replica.installed == []
 
@@ -93,7 +93,7 @@ async def test_disagreeing_ranks_are_refused_naming_tensor_and_ranks(stub: Manag
     await replica.open()
     for call in [trainer.update(timeout_seconds=WAIT) for trainer in trainers]:
         problem = await refused(call)
-        assert problem.code == Code.INVALID_ARGUMENT
+        assert problem.code == Code.CODE_INVALID_ARGUMENT
         assert sorted(problem.ranks) == [0, 1]
         assert list(problem.tensors) == ["head.weight"]
     assert replica.installed == []
@@ -121,7 +121,7 @@ async def test_a_ledger_that_cannot_be_written_refuses_before_anything_is_touche
     await replica.prepare()
     await trainer.seal()
     problem = await refused(call)
-    assert problem.code == Code.FAILED_PRECONDITION
+    assert problem.code == Code.CODE_FAILED_PRECONDITION
     assert f"the ledger {manager.ledger.name} cannot be used" in problem.message
     await replica.stream.send(heartbeat=replica.heartbeat())
     with pytest.raises(TimeoutError):
@@ -144,7 +144,7 @@ async def test_sleep_and_wake_reach_the_replica(stub: ManagerStub) -> None:
         assert result.replica == "replica"
         assert not result.HasField("problem")
     problem = await refused(stub.Sleep(manager_pb2.SleepRequest(replicas=["nobody"]), timeout=60))
-    assert problem.code == Code.NOT_FOUND
+    assert problem.code == Code.CODE_NOT_FOUND
 
 
 async def test_a_long_problem_still_arrives(stub: ManagerStub) -> None:
@@ -173,7 +173,7 @@ async def test_an_engine_that_fails_to_prepare_is_left_out_and_the_others_are_up
         await replica.open()
     call = trainer.update()
     prepare = await sick.stream.until(manager_pb2.Prepare)
-    why = weights_pb2.Problem(code=Code.INTERNAL, message="the engine answered 500")
+    why = weights_pb2.Problem(code=Code.CODE_INTERNAL, message="the engine answered 500")
     await sick.stream.send(prepared=manager_pb2.Prepared(fence=prepare.fence, problem=why))
     await well.prepare()
     await trainer.seal()
@@ -198,7 +198,7 @@ async def test_a_pause_mode_that_one_engine_does_not_have_refuses_the_update_for
     for replica in (able, unable):
         await replica.open()
     problem = await refused(trainer.update(pause_mode=manager_pb2.PAUSE_MODE_WAIT))
-    assert problem.code == Code.INVALID_ARGUMENT
+    assert problem.code == Code.CODE_INVALID_ARGUMENT
     assert problem.replica == "unable"
     assert "cannot be paused in mode 'wait'; it can in: keep" in problem.message
     assert (await one_update([trainer], [able, unable], prepares=True, pause_mode=manager_pb2.PAUSE_MODE_KEEP)).ok
@@ -207,7 +207,7 @@ async def test_a_pause_mode_that_one_engine_does_not_have_refuses_the_update_for
 async def keep_less(replica: ScriptedReplica, kept: dict[str, str]) -> None:
     """Answers the next Prepare: its model keeps narrower dtypes than are published."""
     order: manager_pb2.Prepare = await replica.stream.until(manager_pb2.Prepare)
-    problem = weights_pb2.Problem(code=Code.INVALID_ARGUMENT, message="published in float32", kept=kept)
+    problem = weights_pb2.Problem(code=Code.CODE_INVALID_ARGUMENT, message="published in float32", kept=kept)
     answer = manager_pb2.Prepared(fence=order.fence, manifest_digest=order.manifest.digest, problem=problem)
     await replica.stream.send(prepared=answer)
 

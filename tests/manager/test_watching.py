@@ -132,5 +132,5 @@ async def test_watchers_are_bounded(stub: ManagerStub, monkeypatch: pytest.Monke
     await one.read()
     other: Any = stub.WatchReplicas(manager_pb2.WatchReplicasRequest())
     problem = await refused(other.read())
-    assert problem.code == weights_pb2.Problem.UNAVAILABLE
+    assert problem.code == weights_pb2.Problem.CODE_UNAVAILABLE
     assert "carries no more" in problem.message

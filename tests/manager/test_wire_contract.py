@@ -82,12 +82,13 @@ def test_the_table_of_codes_is_the_one_that_is_used() -> None:
             told[cells[0]] = (cells[1].split(";")[0], int(cells[2]), int(cells[3]))
     found = {}
     for code in ErrorCode:
-        problem = weights_pb2.Problem(code=code.value)
+        problem = weights_pb2.Problem(code=f"CODE_{code}")
         same = "the same" if grpc_status(problem).name == code.value else ""
         found[code.value] = (same, http_status(problem), failure_exit("m:1", CkptEngineError(problem)).exit_code)
         assert refusal_exit("update", CkptEngineError(problem), False).exit_code == found[code.value][2]
     assert told == found
-    assert {*ErrorCode.__members__} == {*weights_pb2.Problem.Code.keys()} - {"CODE_UNSPECIFIED"}
+    names = {value.name.removeprefix("CODE_") for value in weights_pb2.Problem.Code.DESCRIPTOR.values}
+    assert {*ErrorCode.__members__} == names - {"UNSPECIFIED"}
 
 
 def messages(within: Iterable[Descriptor]) -> Iterator[Descriptor]:
@@ -101,7 +102,15 @@ FILES = (manager_pb2.DESCRIPTOR, page_pb2.DESCRIPTOR, weights_pb2.DESCRIPTOR, wo
 
 def test_values_of_an_enum_carry_its_name() -> None:
     """Two enums of one package cannot have a value of one name, in most languages."""
-    for enum in (enum for file in FILES for enum in file.enum_types_by_name.values()):
+    enums = [enum for file in FILES for enum in file.enum_types_by_name.values()]
+    enums += [
+        enum
+        for file in FILES
+        for each in messages(file.message_types_by_name.values())
+        for enum in each.enum_types_by_name.values()
+    ]
+    assert len(enums) > 15
+    for enum in enums:
         prefix = re.sub("(?<=[a-z])(?=[A-Z])", "_", enum.name).upper()
         assert enum.values_by_number[0].name == f"{prefix}_UNSPECIFIED"
         assert [value.name for value in enum.values if not value.name.startswith(f"{prefix}_")] == []

@@ -44,7 +44,7 @@ def failure(what: Callable[[], object], code: Problem.Code, words: str | None = 
     return caught.value.problem.message
 
 
-def refused(offered: OfferedRegion, code: Problem.Code = Problem.UNAVAILABLE) -> str:
+def refused(offered: OfferedRegion, code: Problem.Code = Problem.CODE_UNAVAILABLE) -> str:
     return failure(lambda: Asking(offered), code)
 
 
@@ -101,17 +101,19 @@ def test_what_does_not_come_is_said_at_once_and_the_connection_goes_on(owner: Ow
     lending = owner.lend(verified=[0])
     lending.never(1)
     with Asking(owner.offered) as far:
-        failure(lambda: far.get(1), Problem.NOT_FOUND, "relay near does not have chunk 1: no source has it as it was")
-        failure(lambda: far.get(7, runs=[(0, 1)]), Problem.NOT_FOUND, "chunk 7 is not among those that it holds")
-        failure(lambda: far.get(2, ChunkAsk.NOW), Problem.NOT_FOUND, "does not have chunk 2 yet")
+        failure(
+            lambda: far.get(1), Problem.CODE_NOT_FOUND, "relay near does not have chunk 1: no source has it as it was"
+        )
+        failure(lambda: far.get(7, runs=[(0, 1)]), Problem.CODE_NOT_FOUND, "chunk 7 is not among those that it holds")
+        failure(lambda: far.get(2, ChunkAsk.NOW), Problem.CODE_NOT_FOUND, "does not have chunk 2 yet")
         lending.verified(1)
         assert far.get(1) == "", "it was brought all the same"
         lending.finish()
-        failure(lambda: far.get(2), Problem.NOT_FOUND, "no source has it as it was sealed")
+        failure(lambda: far.get(2), Problem.CODE_NOT_FOUND, "no source has it as it was sealed")
         lending.end("its filling has failed: a test")
-        failure(lambda: far.get(0), Problem.NOT_FOUND, "its filling has failed: a test")
+        failure(lambda: far.get(0), Problem.CODE_NOT_FOUND, "its filling has failed: a test")
         far.asker.begin(b"x" * 16, 0, far.landing.numpy().data)
-        failure(lambda: far.get(0, ChunkAsk.NOW), Problem.NOT_FOUND, "does not have this version now")
+        failure(lambda: far.get(0, ChunkAsk.NOW), Problem.CODE_NOT_FOUND, "does not have this version now")
         assert owner.lender.readers == 1
 
 
@@ -179,7 +181,7 @@ def test_a_reader_that_gives_up_a_version_gives_up_its_grants(owner: Owner, thre
         waiting = threads.submit(a.get, 1, ChunkAsk.GRANT)
         eventually("it is granted", 60, lambda: 1 in lending._grants)
         lending.never(1)
-        failure(lambda: waiting.result(60), Problem.NOT_FOUND)
+        failure(lambda: waiting.result(60), Problem.CODE_NOT_FOUND)
     assert 1 not in lending._grants
     lending.verified(1)
     assert b.get(1, ChunkAsk.GRANT) == ""
@@ -236,7 +238,9 @@ def test_a_reader_that_takes_too_long_is_overruled_and_nothing_more_is_sent_to_i
                 for chunk in range(9):
                     far.receive(chunk, [(0, size)])
 
-            failure(receive_all, Problem.UNAVAILABLE, "ends the connection: another version is brought into its place")
+            failure(
+                receive_all, Problem.CODE_UNAVAILABLE, "ends the connection: another version is brought into its place"
+            )
 
 
 def test_a_reader_that_dies_holds_nothing(owner: Owner) -> None:
@@ -268,8 +272,8 @@ def test_an_owner_that_dies_is_noticed_at_once(owner: Owner) -> None:
         waiting = threads.submit(far.get, 1)
         time.sleep(0.05)
         owner.lender.close()
-        failure(lambda: waiting.result(60), Problem.UNAVAILABLE, "this relay is being stopped|relay near is gone")
-        failure(lambda: far.get(0), Problem.UNAVAILABLE, "the connection to relay near has ended")
+        failure(lambda: waiting.result(60), Problem.CODE_UNAVAILABLE, "this relay is being stopped|relay near is gone")
+        failure(lambda: far.get(0), Problem.CODE_UNAVAILABLE, "the connection to relay near has ended")
     assert "relay near (127.0.0.1:" in refused(owner.offered)
 
 
@@ -277,7 +281,7 @@ def test_an_owner_that_says_nothing_is_a_timeout(owner: Owner, monkeypatch: pyte
     monkeypatch.setattr(asker_module, "SILENCE_SECONDS", 0.2)
     monkeypatch.setattr(server, "PULSE_SECONDS", 3600.0)
     with Asking(owner.offered) as far:
-        failure(lambda: far.get(0), Problem.DEADLINE_EXCEEDED, "relay near said nothing for 0.2 s while chunk 0")
+        failure(lambda: far.get(0), Problem.CODE_DEADLINE_EXCEEDED, "relay near said nothing for 0.2 s while chunk 0")
 
 
 def test_an_owner_that_waits_for_a_stopped_source_is_a_timeout(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +295,9 @@ def test_an_owner_that_waits_for_a_stopped_source_is_a_timeout(owner: Owner, mon
             lending.moved()
         assert not waiting.done(), "it makes progress"
         failure(
-            lambda: waiting.result(60), Problem.DEADLINE_EXCEEDED, "has not got chunk 0, nor anything else, for 0.1 s"
+            lambda: waiting.result(60),
+            Problem.CODE_DEADLINE_EXCEEDED,
+            "has not got chunk 0, nor anything else, for 0.1 s",
         )
 
 
@@ -302,22 +308,26 @@ def test_an_asker_is_told_to_leave(owner: Owner) -> None:
         time.sleep(0.05)
         assert far.asker.at_most() is None
         far.asker.leave("it is left for another")
-        failure(lambda: waiting.result(60), Problem.UNAVAILABLE, ": it is left for another$")
+        failure(lambda: waiting.result(60), Problem.CODE_UNAVAILABLE, ": it is left for another$")
         assert not far.asker.end()
 
 
 ANSWERS = (
-    (wire.FRAME.pack(99, 0), Problem.DATA_LOSS, "gives no answer of kind 99"),
-    (wire.FRAME.pack(wire.DATA, wire.FRAME_BYTES + 1), Problem.DATA_LOSS, "does not speak as relays do"),
-    (wire.frame(wire.YES), Problem.DATA_LOSS, "sent an answer of kind 1"),
-    (wire.frame(wire.TO, b"\xff\xfe"), Problem.DATA_LOSS, "is not UTF-8"),
-    (wire.place(0, [(0, 10)]), Problem.DATA_LOSS, "sent an answer of kind 7"),
-    (wire.frame(wire.DELTA, wire.LENGTH.pack(5)), Problem.DATA_LOSS, "sent an answer of kind 10"),
-    (wire.refusal(wire.WHOLE, "why not"), Problem.DATA_LOSS, "sent an answer of kind 11"),
-    (wire.frame(wire.DATA, bytes(11)), Problem.UNAVAILABLE, "more than it was asked for"),
-    (wire.frame(wire.DATA, bytes(5)) + wire.refusal(wire.NOT, "no"), Problem.UNAVAILABLE, "ends the connection: no"),
-    (wire.refusal(wire.GONE, "bye"), Problem.UNAVAILABLE, "ends the connection: bye"),
-    (wire.FRAME.pack(wire.DATA, 10) + bytes(4), Problem.UNAVAILABLE, "is gone, while chunk 0"),
+    (wire.FRAME.pack(99, 0), Problem.CODE_DATA_LOSS, "gives no answer of kind 99"),
+    (wire.FRAME.pack(wire.DATA, wire.FRAME_BYTES + 1), Problem.CODE_DATA_LOSS, "does not speak as relays do"),
+    (wire.frame(wire.YES), Problem.CODE_DATA_LOSS, "sent an answer of kind 1"),
+    (wire.frame(wire.TO, b"\xff\xfe"), Problem.CODE_DATA_LOSS, "is not UTF-8"),
+    (wire.place(0, [(0, 10)]), Problem.CODE_DATA_LOSS, "sent an answer of kind 7"),
+    (wire.frame(wire.DELTA, wire.LENGTH.pack(5)), Problem.CODE_DATA_LOSS, "sent an answer of kind 10"),
+    (wire.refusal(wire.WHOLE, "why not"), Problem.CODE_DATA_LOSS, "sent an answer of kind 11"),
+    (wire.frame(wire.DATA, bytes(11)), Problem.CODE_UNAVAILABLE, "more than it was asked for"),
+    (
+        wire.frame(wire.DATA, bytes(5)) + wire.refusal(wire.NOT, "no"),
+        Problem.CODE_UNAVAILABLE,
+        "ends the connection: no",
+    ),
+    (wire.refusal(wire.GONE, "bye"), Problem.CODE_UNAVAILABLE, "ends the connection: bye"),
+    (wire.FRAME.pack(wire.DATA, 10) + bytes(4), Problem.CODE_UNAVAILABLE, "is gone, while chunk 0"),
     (wire.frame(wire.DATA, bytes(10)), None, "nothing is wrong"),
 )
 
@@ -350,7 +360,7 @@ def test_a_chunk_lands_only_in_the_slot(owner: Owner) -> None:
     owner.lend()
     for runs in ([], [(0, 0)], [(16 << 20, 1)], [((16 << 20) - 5, 10)]):
         with Asking(owner.offered) as far:
-            failure(lambda: far.get(0, runs=runs), Problem.INVALID_ARGUMENT, "is to land in runs")  # noqa: B023
+            failure(lambda: far.get(0, runs=runs), Problem.CODE_INVALID_ARGUMENT, "is to land in runs")  # noqa: B023
 
 
 # ---------------------------------------------------------------------------------------------- askers that are wrong
@@ -384,7 +394,7 @@ def test_a_relay_that_took_the_place_of_another_is_not_taken_for_it() -> None:
     [{"token": b""}, {"arena": b"x"}, {"certificate": b"x"}, {"addresses": []}, {"addresses": ["127.0.0.1:1"] * 9}],
 )
 def test_an_inconsistent_locator_is_refused(owner: Owner, change: dict[str, Any]) -> None:
-    refused(changed(owner.offered, **change), Problem.INVALID_ARGUMENT)
+    refused(changed(owner.offered, **change), Problem.CODE_INVALID_ARGUMENT)
 
 
 def test_a_relay_of_another_version_is_told_so(owner: Owner) -> None:
@@ -558,8 +568,12 @@ def test_one_connection_is_kept_from_filling_to_filling(owner: Owner, monkeypatc
     kept.close()
     kept.close()
     eventually("all are closed", 60, lambda: owner.lender.readers == 0)
-    failure(lambda: kept.take(owner.offered, "relay near", time.monotonic() + 10), Problem.UNAVAILABLE, "being stopped")
-    failure(lambda: KeptAskers("a").take(OfferedRegion(), "relay x", 0.0), Problem.UNAVAILABLE, "over no transport")
+    failure(
+        lambda: kept.take(owner.offered, "relay near", time.monotonic() + 10), Problem.CODE_UNAVAILABLE, "being stopped"
+    )
+    failure(
+        lambda: KeptAskers("a").take(OfferedRegion(), "relay x", 0.0), Problem.CODE_UNAVAILABLE, "over no transport"
+    )
 
 
 def test_an_owner_closes_connections_that_ask_for_nothing(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -592,7 +606,7 @@ def test_a_forked_child_does_not_hide_its_parents_death(owner: Owner) -> None:
             assert len(ours) == 3
             eventually("it has forgotten them", 60, lambda: not ours & open_in(child))
             owner.lender.close()
-            failure(lambda: waiting.result(60), Problem.UNAVAILABLE)
+            failure(lambda: waiting.result(60), Problem.CODE_UNAVAILABLE)
         finally:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
@@ -610,7 +624,7 @@ def test_a_host_that_cannot_be_dialled_costs_one_filling_its_patience(
             waiting.setblocking(False)
             waiting.connect_ex(hole.getsockname())
         offered = changed(owner.offered, addresses=[f"127.0.0.1:{hole.getsockname()[1]}"])
-        assert "did not answer within" in refused(offered, Problem.DEADLINE_EXCEEDED)
+        assert "did not answer within" in refused(offered, Problem.CODE_DEADLINE_EXCEEDED)
         assert "is not asked again before 300 s are over" in refused(offered)
 
 
@@ -623,7 +637,7 @@ def test_a_resolver_that_does_not_answer_is_waited_for_no_longer_than_the_relay(
     monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **options: ended.wait(60) and [])
     monkeypatch.setattr(asker_module, "ASK_SECONDS", 0.05)
     try:
-        said = refused(offered, Problem.DEADLINE_EXCEEDED)
+        said = refused(offered, Problem.CODE_DEADLINE_EXCEEDED)
     finally:
         ended.set()
     assert "the resolver did not say within 0.0" in said  # less than what was there, since some is gone by then
@@ -651,11 +665,13 @@ def test_the_next_address_is_tried_and_ipv6_is_one(owner: Owner) -> None:
 def test_where_a_relay_does_not_listen(owner: Owner, listen: str, words: str) -> None:
     memory = owner.arena.lendable()
     before = len(os.listdir("/proc/self/fd"))
-    failure(lambda: server.TcpChunkLender(memory, Network(listen, "10.0.0.1", 5.0)), Problem.INVALID_ARGUMENT, words)
+    failure(
+        lambda: server.TcpChunkLender(memory, Network(listen, "10.0.0.1", 5.0)), Problem.CODE_INVALID_ARGUMENT, words
+    )
     assert len(os.listdir("/proc/self/fd")) <= before
     failure(
         lambda: server.TcpChunkLender(memory, Network(owner.lender.address, "127.0.0.1", 5.0)),
-        Problem.UNAVAILABLE,
+        Problem.CODE_UNAVAILABLE,
         "cannot listen there",
     )
 

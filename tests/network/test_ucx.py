@@ -120,7 +120,7 @@ def test_what_is_carried_is_what_lies_there_and_nothing_else_is_written(
     assert readers(far) == before
     with pytest.raises(CkptEngineError) as caught:
         asking.get(9, runs=[(0, 1)])
-    assert caught.value.problem.code == Problem.NOT_FOUND
+    assert caught.value.problem.code == Problem.CODE_NOT_FOUND
     assert len(carried) == 4
 
 
@@ -256,7 +256,7 @@ def test_an_owner_that_was_killed_leaves_no_helper_and_ends_the_connection(
 
     with pytest.raises(CkptEngineError) as caught:
         ask_until_it_ends()
-    assert caught.value.problem.code == Problem.UNAVAILABLE
+    assert caught.value.problem.code == Problem.CODE_UNAVAILABLE
     until(lambda: not any(alive(pid) for pid in pids))
 
 

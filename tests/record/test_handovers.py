@@ -188,7 +188,7 @@ def test_only_what_depends_on_computed_values_is_handed_over() -> None:
     notes = {row.name: row.note for row in accounted(recording)}
     assert notes["plain"] == ""
     assert notes["fused"] == "by the engine's own loader, from whole tensors: aten.add.Tensor"
-    assert {row.kind for row in accounted(recording)} == {weights_pb2.Accounted.LOADED}
+    assert {row.kind for row in accounted(recording)} == {weights_pb2.Accounted.KIND_LOADED}
 
 
 def test_plain_tensors_are_copied_and_the_others_loaded(tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_bytes_that_are_not_those_sealed_never_reach_the_loader(tmp_path: Path) 
     checkpoint.flip("b", (1, 1))
     model.calls.clear()
     problem = worker.installer.install(order).report.problem
-    assert (problem.code, list(problem.tensors)) == (weights_pb2.Problem.DATA_LOSS, ["b"])
+    assert (problem.code, list(problem.tensors)) == (weights_pb2.Problem.CODE_DATA_LOSS, ["b"])
     assert model.calls[-2:] == [["a"], ["swallowed"]]
     assert worker.page.read()[0].state == manager_pb2.WORKER_STATE_DIRTY
     checkpoint.close()

@@ -49,7 +49,7 @@ def refused(target: LoadTarget, described: weights_pb2.Manifest) -> weights_pb2.
     for name, tensor in target.named_tensors():  # whatever the loader did, the model is as it was
         assert tensor is before[name]
         assert torch.equal(tensor.view(torch.uint8), values[name].view(torch.uint8))
-    assert caught.value.problem.code == weights_pb2.Problem.INVALID_ARGUMENT
+    assert caught.value.problem.code == weights_pb2.Problem.CODE_INVALID_ARGUMENT
     return caught.value.problem
 
 
@@ -72,11 +72,14 @@ def test_every_tensor_is_accounted_for_once() -> None:
     recording = record(manifest_for(model), ModuleTarget(model))
     rows = {row.name: row for row in accounted(recording)}
     assert rows.keys() == state(model).keys()
-    assert rows["layers.0.qkv"].kind == Accounted.LOADED
+    assert rows["layers.0.qkv"].kind == Accounted.KIND_LOADED
     assert rows["layers.0.qkv"].bytes == model.layers[0].qkv.numel() * 2
-    assert rows["embed_tokens.weight"].kind == Accounted.FILLED
+    assert rows["embed_tokens.weight"].kind == Accounted.KIND_FILLED
     assert (rows["lm_head.weight"].bytes, rows["lm_head.weight"].note) == (0, "shares memory with embed_tokens.weight")
-    assert (rows["inv_freq"].kind, rows["inv_freq"].note) == (Accounted.CONSTANT, "a buffer that is not persistent")
+    assert (rows["inv_freq"].kind, rows["inv_freq"].note) == (
+        Accounted.KIND_CONSTANT,
+        "a buffer that is not persistent",
+    )
     [fill] = recording.fills
     assert (fill.tensor, fill.box, fill.value) == ("embed_tokens.weight", Box((50, 0), (64, 24)), 0)
 
@@ -94,7 +97,7 @@ def test_fills_that_loading_covers_are_not_replayed() -> None:
 
     recording = record(manifest(w=(3, 4)), target_of(load_one, w=torch.zeros(3, 4)))
     assert recording.fills == ()
-    assert accounted(recording)[0].kind == Accounted.LOADED
+    assert accounted(recording)[0].kind == Accounted.KIND_LOADED
 
 
 def test_a_model_on_the_meta_device_can_be_recorded() -> None:
@@ -156,7 +159,7 @@ def test_what_an_adapter_declares_is_not_missing_unless_half_loaded() -> None:
 
     model = Plain(load_one, a=torch.zeros(2, 2), scale=torch.zeros(1))
     rows = accounted(record(manifest(w=(2, 2)), ModuleTarget(model, constant={"scale": "always 1"})))
-    assert [(row.name, row.kind) for row in rows] == [("a", Accounted.LOADED), ("scale", Accounted.CONSTANT)]
+    assert [(row.name, row.kind) for row in rows] == [("a", Accounted.KIND_LOADED), ("scale", Accounted.KIND_CONSTANT)]
     half = Plain(load_one, a=torch.zeros(3, 2))
     assert list(refused(ModuleTarget(half, constant={"a": "no"}), manifest(w=(2, 2))).tensors) == ["a"]
 
@@ -338,7 +341,7 @@ def test_recording_has_a_deadline() -> None:
     target = target_of(load_one, **{name: torch.zeros(1) for name in shapes})
     with pytest.raises(CkptEngineError) as caught:
         record(manifest(**shapes), target, time.monotonic() + 0.1)
-    assert caught.value.problem.code == weights_pb2.Problem.DEADLINE_EXCEEDED
+    assert caught.value.problem.code == weights_pb2.Problem.CODE_DEADLINE_EXCEEDED
 
 
 BESIDE_DYNAMO = """

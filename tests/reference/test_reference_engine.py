@@ -251,9 +251,9 @@ async def test_each_rank_reads_its_slice_and_pads_the_rest(two_workers: EnginePr
     sliced = {name for name in weights if "norm" not in name}
     for rank, needs in agent.needs.items():
         kinds = {entry.name: entry.kind for entry in needs.accounted}
-        padded = {name for name, kind in kinds.items() if kind == weights_pb2.Accounted.FILLED}
+        padded = {name for name, kind in kinds.items() if kind == weights_pb2.Accounted.KIND_FILLED}
         assert padded == ({"model.embed_tokens.weight", "lm_head.weight"} if rank == 1 else set())
-        assert kinds["model.rotary_emb.inv_freq"] == weights_pb2.Accounted.CONSTANT
+        assert kinds["model.rotary_emb.inv_freq"] == weights_pb2.Accounted.KIND_CONSTANT
     read = sum(report.bytes for report in agent.reports.values())
     once = sum(2 * tensor.numel() for name, tensor in weights.items() if name in sliced)
     twice = sum(2 * tensor.numel() for name, tensor in weights.items() if name not in sliced)

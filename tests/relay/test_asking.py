@@ -186,7 +186,7 @@ def test_damaged_bytes_go_no_further(world: World, monkeypatch: pytest.MonkeyPat
     assert damaged
     for name in ("b", "c"):
         world.assert_same(found[name])
-        faults = [fault for fault in found[name].filled.faults if fault.code == Problem.DATA_LOSS]
+        faults = [fault for fault in found[name].filled.faults if fault.code == Problem.CODE_DATA_LOSS]
         assert [fault.message for fault in faults] == [
             f"relay a sent {faults[0].tensors[0]} with other bytes than were sealed"
         ]
@@ -275,13 +275,13 @@ def test_a_filling_that_is_stopped_or_late_ends_at_once(world: World) -> None:
     late = world.fill("a", alone, seconds=0.5)
     with pytest.raises(CkptEngineError) as caught:
         late.result(30)
-    assert caught.value.problem.code == Problem.DEADLINE_EXCEEDED
+    assert caught.value.problem.code == Problem.CODE_DEADLINE_EXCEEDED
     stopped = world.fill("a", alone)
     time.sleep(0.3)
     world.relays["a"].stop()
     with pytest.raises(CkptEngineError) as caught:
         stopped.result(30)
-    assert caught.value.problem.code == Problem.ABORTED
+    assert caught.value.problem.code == Problem.CODE_ABORTED
     world.near()
     world.assert_same(world.fill("a", alone).result(60))
 
@@ -333,7 +333,7 @@ def test_a_filling_that_is_stopped_before_anything_has_come_keeps_nothing(world:
     world.relays["a"].stop(keep=True)
     with pytest.raises(CkptEngineError) as caught:
         held.result(30)
-    assert caught.value.problem.code == Problem.ABORTED
+    assert caught.value.problem.code == Problem.CODE_ABORTED
     assert world.relays["a"].held(0) is None
 
 

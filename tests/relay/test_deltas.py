@@ -238,7 +238,7 @@ def test_a_damaged_base_costs_a_question(steps: Steps) -> None:
     base.sealed[shard].view(torch.uint8).view(-1)[0] ^= 1
     held = steps.held()
     (fault,) = held.filled.faults
-    assert fault.code == Problem.DATA_LOSS
+    assert fault.code == Problem.CODE_DATA_LOSS
     assert fault.message.endswith("as a delta that does not lead to what was sealed: it was asked for in full")
     assert damaged in fault.tensors
     assert held.filled.again > 0

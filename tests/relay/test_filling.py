@@ -104,7 +104,7 @@ def test_what_nobody_has_as_it_was_sealed_is_left_out_and_all_else_is_there(slot
         each.flip("norm.weight", (2,))
     held = slots.fill(0, all_of(recorded, [*tables(checkpoint), *tables(copy, "copy")]), 60.0)
     (missing,) = held.filled.missing
-    assert missing.problem.code == Problem.DATA_LOSS
+    assert missing.problem.code == Problem.CODE_DATA_LOSS
     assert list(missing.problem.tensors) == ["norm.weight"]
     assert [fault.message.split(" at ")[1][:6] for fault in held.filled.faults] == ["rank 0", "copy 0"]
     names = {spec.name for spec in held.table.tensors}
@@ -117,7 +117,7 @@ def test_a_box_that_nobody_holds_is_named(slots: Slots) -> None:
     held = slots.fill(0, all_of(recorded, [first]), 60.0)
     assert held.filled.missing
     for missing in held.filled.missing:
-        assert missing.problem.code == Problem.NOT_FOUND
+        assert missing.problem.code == Problem.CODE_NOT_FOUND
         assert "(rank 0 was asked)" in missing.problem.message
 
 
@@ -188,7 +188,7 @@ def test_a_slot_is_not_given_up_for_what_nobody_holds(slots: Slots) -> None:
     slots.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
     with pytest.raises(CkptEngineError, match=r"no source within reach holds .* \(no source was asked\)") as caught:
         slots.fill(0, all_of(recorded, []), 60.0)
-    assert caught.value.problem.code == Problem.NOT_FOUND
+    assert caught.value.problem.code == Problem.CODE_NOT_FOUND
     held = slots.held(0)
     assert held is not None
     assert_holds(held, checkpoint)
@@ -248,7 +248,7 @@ def test_a_record_that_is_of_other_weights_touches_no_slot(slots: Slots) -> None
     wrong.identity.root = bytes(32)
     with pytest.raises(CkptEngineError, match="it is of other weights") as caught:
         slots.fill(0, wrong, 60.0)
-    assert caught.value.problem.code == Problem.DATA_LOSS
+    assert caught.value.problem.code == Problem.CODE_DATA_LOSS
     held = slots.held(0)
     assert held is not None
     assert_holds(held, checkpoint)
@@ -261,7 +261,7 @@ def test_memory_is_counted_before_a_slot_is_given_up(monkeypatch: pytest.MonkeyP
     too_big = all_of(seal(big, []), tables(big))
     with pytest.raises(CkptEngineError, match=r"version 1 of run takes \d+ bytes .* slot has 2097152") as caught:
         small.fill(0, too_big, 60.0)
-    assert caught.value.problem.code == Problem.FAILED_PRECONDITION
+    assert caught.value.problem.code == Problem.CODE_FAILED_PRECONDITION
     held = small.fill(0, all_of(recorded, tables(checkpoint)), 60.0)
     monkeypatch.setattr(relay_arena, "memory_room", lambda: 1000)
     with pytest.raises(CkptEngineError, match=r"takes 2097152 more bytes of memory, .* has 1000 left"):
@@ -282,7 +282,7 @@ def test_a_filling_ends_at_its_deadline_and_when_it_is_overtaken(slots: Slots, m
     slots.fill(0, all, 60.0)
     with pytest.raises(CkptEngineError, match="before its deadline") as caught:
         slots.fill(0, all, -1.0)
-    assert caught.value.problem.code == Problem.DEADLINE_EXCEEDED
+    assert caught.value.problem.code == Problem.CODE_DEADLINE_EXCEEDED
     assert slots.held(0) is None
     original = PieceBatch.digest
 
@@ -294,7 +294,7 @@ def test_a_filling_ends_at_its_deadline_and_when_it_is_overtaken(slots: Slots, m
         patch.setattr(PieceBatch, "digest", digest)
         with pytest.raises(CkptEngineError, match="newer command replaced") as caught:
             slots.fill(1, all, 60.0)
-    assert caught.value.problem.code == Problem.ABORTED
+    assert caught.value.problem.code == Problem.CODE_ABORTED
     assert slots.held(1) is None
     assert_holds(slots.fill(1, all, 60.0), checkpoint)
 
@@ -359,7 +359,7 @@ def test_what_was_given_up_while_it_was_digested_is_not_answered_for(
     monkeypatch.setattr(SlotVersion, "digest", overwritten)
     with pytest.raises(CkptEngineError, match="does not hold version 1 any more") as caught:
         slots.digest(atoms, 1)
-    assert caught.value.problem.code == Problem.FAILED_PRECONDITION
+    assert caught.value.problem.code == Problem.CODE_FAILED_PRECONDITION
 
 
 def test_a_source_that_could_not_be_read_is_read_by_the_next_filling(slots: Slots, tmp_path: Path) -> None:

@@ -277,7 +277,7 @@ async def said_of(settings: RelaySettings) -> str:
 
 async def test_a_relay_that_the_manager_refuses_for_good_ends(manager: PlainManager, relay_directory: Path) -> None:
     words = "relay a is connected from host 'x' as another process"
-    manager.refuse = Problem(code=Problem.INVALID_ARGUMENT, message=words)
+    manager.refuse = Problem(code=Problem.CODE_INVALID_ARGUMENT, message=words)
     assert await said_of(RelaySettings(manager.address, 4 << 20)) == words
     assert not left_in(relay_directory)
 

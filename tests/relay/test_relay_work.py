@@ -131,7 +131,7 @@ def test_a_filling_that_is_stopped_before_its_thread_has_begun_does_not_begin(sl
     relay.work.stop(keep=True)
     with pytest.raises(CkptEngineError) as caught:
         relay.work.perform(task)
-    assert caught.value.problem.code == Problem.ABORTED
+    assert caught.value.problem.code == Problem.CODE_ABORTED
     relay.work.begin()
     relay.work.perform(task)
     held = slots.held(0)
@@ -149,7 +149,7 @@ def test_what_cannot_be_brought_is_said_and_what_was_held_stays(slots: Slots) ->
     lost.record.CopyFrom(BlobRef(digest=b"nobody has it", size=1))
     answer = relay.tell(lost)
     assert isinstance(answer, RelayFilled)
-    assert answer.problem.code == Problem.NOT_FOUND
+    assert answer.problem.code == Problem.CODE_NOT_FOUND
     checkpoint.weights = {"w": checkpoint.weights["norm.weight"]}
     other = seal(Checkpoint(checkpoint.weights, None), [])
     for broken, why in ((b"\xff\xff", "cannot be read"), (canonical(other.record), "it is of other weights")):

@@ -139,15 +139,15 @@ async def test_each_end_of_a_task_has_its_problem() -> None:
     Problem = weights_pb2.Problem  # noqa: N806
     quick = PutBlobs((), 0.001)
     done = await carry_out("tester", ("k",), quick, late)
-    assert (done.problem and done.problem.code, done.answered) == (Problem.DEADLINE_EXCEEDED, False)
+    assert (done.problem and done.problem.code, done.answered) == (Problem.CODE_DEADLINE_EXCEEDED, False)
     assert done.problem is not None
     assert done.problem.message == "put blobs took longer than 0.001 s"
     for error, code, answered in (
-        (unavailable("gone"), Problem.UNAVAILABLE, True),
-        (TaskFailedError(internal("no").problem, False), Problem.INTERNAL, False),
-        (TaskFailedError(internal("no").problem, True), Problem.INTERNAL, True),
-        (TimeoutError("somebody else's"), Problem.INTERNAL, False),
-        (ZeroDivisionError("a defect"), Problem.INTERNAL, False),
+        (unavailable("gone"), Problem.CODE_UNAVAILABLE, True),
+        (TaskFailedError(internal("no").problem, False), Problem.CODE_INTERNAL, False),
+        (TaskFailedError(internal("no").problem, True), Problem.CODE_INTERNAL, True),
+        (TimeoutError("somebody else's"), Problem.CODE_INTERNAL, False),
+        (ZeroDivisionError("a defect"), Problem.CODE_INTERNAL, False),
     ):
         done = await carry_out("tester", ("k",), TASK, lambda task, error=error: raises(error))  # type: ignore[misc]
         assert (done.problem and done.problem.code, done.answered) == (code, answered)

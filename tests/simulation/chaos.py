@@ -41,7 +41,7 @@ IN_COLLECTIVES_SECONDS = 0.6
 WITH_RELAYS: tuple[type[Any], ...] = (*MOMENTS, manager_pb2.FillRelay, events.JoinSources)
 """The same where there are relays."""
 
-AGAIN = (weights_pb2.Problem.ABORTED, weights_pb2.Problem.UNAVAILABLE, weights_pb2.Problem.NOT_FOUND)
+AGAIN = (weights_pb2.Problem.CODE_ABORTED, weights_pb2.Problem.CODE_UNAVAILABLE, weights_pb2.Problem.CODE_NOT_FOUND)
 """Refusals after which an operator asks once more."""
 
 

@@ -172,7 +172,9 @@ class ManagerShell(Shell):
         for stream in self.streams.values():
             stream.break_off("the manager was killed")
         for call in self.calls.values():
-            call.over.set(weights_pb2.Problem(code=weights_pb2.Problem.UNAVAILABLE, message="the manager was killed"))
+            call.over.set(
+                weights_pb2.Problem(code=weights_pb2.Problem.CODE_UNAVAILABLE, message="the manager was killed")
+            )
 
     def open_call(self, request: manager_pb2.UpdateWeightsRequest) -> tuple[Call, Signal]:
         """A call of UpdateWeights has arrived."""

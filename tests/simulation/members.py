@@ -75,7 +75,7 @@ class MemberShell(Shell):
             case events.SessionEnded(problem, final):
                 if final:
                     self.ended = problem
-                elif problem.code == weights_pb2.Problem.FAILED_PRECONDITION:
+                elif problem.code == weights_pb2.Problem.CODE_FAILED_PRECONDITION:
                     self.refusal = problem
             case events.SessionOpened():
                 return

@@ -68,7 +68,7 @@ def test_a_run_that_calls_while_its_update_goes_on_is_told_what_goes_on(story: S
     wait_until(story, lambda: "sealing" in manager_of(story).machine.status().phase)
     second = story.call(group.trainers[0])
     story.wait(3.0)
-    refused(second[0], Problem.ABORTED, "another update runs", "version 0 of lineage 'run'")
+    refused(second[0], Problem.CODE_ABORTED, "another update runs", "version 0 of lineage 'run'")
     assert outcomes(first[0]) == {agent.name: NEW}
 
 
@@ -102,7 +102,7 @@ def test_a_late_replica_that_gave_way_often_is_brought_up_all_the_same(story: St
         group.train()
         result = story.call(group.trainers[0], version=identity.version)
         wait_until(story, lambda result=result: bool(result))
-        refused(result[0], Problem.FAILED_PRECONDITION, "the weights are not those")
+        refused(result[0], Problem.CODE_FAILED_PRECONDITION, "the weights are not those")
     story.wait(30.0)
     assert [story.held_by(agent) for agent in story.agents.values()] == [identity, identity]
 
@@ -416,7 +416,7 @@ def test_a_member_that_has_seen_higher_epochs_ends_only_what_has_touched_nothing
     manager.feed(events.Message(peer, hello))
     story.wait(4.0)
     if phase == "sealing":
-        refused(result[0], Problem.UNAVAILABLE, "rolled back", "try again")
+        refused(result[0], Problem.CODE_UNAVAILABLE, "rolled back", "try again")
         assert not story.ledger.intents
     else:
         assert outcomes(result[0]) == {agent.name: NEW}

@@ -90,7 +90,9 @@ def test_a_person_undoes_a_canary(story: Story) -> None:
     assert report.deployment.state == Row.STATE_UNDONE
     assert "it babbles" in report.deployment.reason
     assert set(outcomes(report).values()) == {OLD}
-    refused(story.deploy(Action.ACTION_APPROVE, report.deployment.number), Problem.FAILED_PRECONDITION, "it babbles")
+    refused(
+        story.deploy(Action.ACTION_APPROVE, report.deployment.number), Problem.CODE_FAILED_PRECONDITION, "it babbles"
+    )
     assert story.trained(group).identity.version == 2, "an undone number stays used"
 
 
@@ -189,7 +191,9 @@ def test_without_a_way_back_it_is_refused(story: Story) -> None:
     group = story.ranks()
     assert story.update(group).ok
     refused(
-        story.trained(group, strategy="rolling"), Problem.FAILED_PRECONDITION, "must be able to bring replicas back"
+        story.trained(group, strategy="rolling"),
+        Problem.CODE_FAILED_PRECONDITION,
+        "must be able to bring replicas back",
     )
     assert serve(story) == [0, 0]
 
@@ -242,5 +246,5 @@ def test_options_that_contradict_each_other_are_refused(story: Story) -> None:
         ({"strategy": "rolling", "wave_share": 1.5}, "a share of them between 0 and 1"),
         ({"strategy": "canary", "conditions": weather}, "condition 'weather' is none of time, person"),
     ):
-        refused(story.trained(group, **wishes), Problem.INVALID_ARGUMENT, words)
-    refused(story.deploy(Action.ACTION_UNDO), Problem.NOT_FOUND, "undecided are: none")
+        refused(story.trained(group, **wishes), Problem.CODE_INVALID_ARGUMENT, words)
+    refused(story.deploy(Action.ACTION_UNDO), Problem.CODE_NOT_FOUND, "undecided are: none")

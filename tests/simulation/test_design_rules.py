@@ -226,7 +226,7 @@ class BelievingEngine(Engine):
         try:
             yield from super()._read(worker, order, end)
         except CkptEngineError as error:
-            if error.problem.code != weights_pb2.Problem.DATA_LOSS:
+            if error.problem.code != weights_pb2.Problem.CODE_DATA_LOSS:
                 raise
             worker.state, worker.identity = CLEAN, order.identity
 

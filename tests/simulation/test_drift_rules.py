@@ -152,7 +152,7 @@ def test_a_join_that_failed_is_repeated_and_told_as_what_it_is(monkeypatch: pyte
     story.until(lambda: "could not be joined" in reason())
     assert failed
     assert "the join was made to fail" in reason()
-    refused(story.retry(late.name), Problem.FAILED_PRECONDITION, "could not be joined", "tried again")
+    refused(story.retry(late.name), Problem.CODE_FAILED_PRECONDITION, "could not be joined", "tried again")
     story.wait(60.0)
     assert story.held_by(late) == identity
     assert drift_of(story, late.name) is None

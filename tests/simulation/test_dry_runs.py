@@ -86,16 +86,18 @@ def test_one_that_would_be_refused_says_so(story: Story) -> None:
     assert warning.startswith("the update would be refused: 1 replicas can be updated, 2 are required")
     assert sorted(outcomes(report).values()) == [manager_pb2.OUTCOME_QUARANTINED, PLANNED]
     refused(
-        story.update(group, replicas=[agent.name], dry_run=True), Problem.FAILED_PRECONDITION, "held by an operator"
+        story.update(group, replicas=[agent.name], dry_run=True),
+        Problem.CODE_FAILED_PRECONDITION,
+        "held by an operator",
     )
-    refused(story.update(group, replicas=["nobody"], dry_run=True), Problem.NOT_FOUND, "nobody")
+    refused(story.update(group, replicas=["nobody"], dry_run=True), Problem.CODE_NOT_FOUND, "nobody")
 
 
 def test_a_number_that_an_update_could_not_have_is_refused(story: Story) -> None:
     story.replica()
     group = story.ranks()
     story.update(group, version=5)
-    refused(story.update(group, version=4, dry_run=True), Problem.FAILED_PRECONDITION, "goes backwards")
+    refused(story.update(group, version=4, dry_run=True), Problem.CODE_FAILED_PRECONDITION, "goes backwards")
 
 
 def test_all_ranks_must_want_it(story: Story) -> None:
@@ -105,7 +107,7 @@ def test_all_ranks_must_want_it(story: Story) -> None:
     other = story.call(group.trainers[1])
     story.wait(5.0)
     for result in (one[0], other[0]):
-        refused(result, Problem.INVALID_ARGUMENT, "dry_run")
+        refused(result, Problem.CODE_INVALID_ARGUMENT, "dry_run")
 
 
 def test_what_is_served_and_what_is_to_be_served_stays(story: Story) -> None:
@@ -121,7 +123,7 @@ def test_what_is_served_and_what_is_to_be_served_stays(story: Story) -> None:
     assert story.held_by(agent) == before
     (replica,) = manager.machine.status().replicas
     assert (replica.desired, replica.HasField("drift"), replica.serving) == (before, False, True)
-    refused(waiting.value, Problem.NOT_FOUND, "no update to version 1")
+    refused(waiting.value, Problem.CODE_NOT_FOUND, "no update to version 1")
     assert outcomes(story.last_report()) == {agent.name: NEW}
 
 

@@ -191,11 +191,11 @@ def test_what_a_relay_holds_is_a_lineage_that_is_not_forgotten(story: Story) -> 
 def test_an_operator_forgets_a_lineage_that_nothing_uses(story: Story) -> None:
     agent, group = story.replica(), story.ranks("run", kind="snapshot")
     assert story.update(group).ok
-    refused(forget(story, "run"), Problem.FAILED_PRECONDITION, "1 rank, 1 of them connected", "lineage evict run")
+    refused(forget(story, "run"), Problem.CODE_FAILED_PRECONDITION, "1 rank, 1 of them connected", "lineage evict run")
     story.end_group(group, in_good_order=True)
     story.wait(1.0)
-    refused(forget(story, "run"), Problem.FAILED_PRECONDITION, agent.name, "replica evict")
-    refused(forget(story, "rum"), Problem.NOT_FOUND, "'rum'", "run")
+    refused(forget(story, "run"), Problem.CODE_FAILED_PRECONDITION, agent.name, "replica evict")
+    refused(forget(story, "rum"), Problem.CODE_NOT_FOUND, "'rum'", "run")
     take_out(story, agent)
     story.wait(1.0)
     foretold = forget(story, "run", dry_run=True)
@@ -204,7 +204,7 @@ def test_an_operator_forgets_a_lineage_that_nothing_uses(story: Story) -> None:
     assert set(listed(story)) == {"run"}
     assert forget(story, "run") == foretold
     assert listed(story) == {}
-    refused(forget(story, "run"), Problem.NOT_FOUND, "none is known")
+    refused(forget(story, "run"), Problem.CODE_NOT_FOUND, "none is known")
 
 
 def test_an_evicted_run_ends_and_its_replicas_go_on(story: Story) -> None:
@@ -218,9 +218,9 @@ def test_an_evicted_run_ends_and_its_replicas_go_on(story: Story) -> None:
     assert known(story) == kept(story) == {"other"}
     ended = group.trainers[0].ended
     assert ended is not None
-    refused(ended, Problem.ABORTED, "was evicted by an operator: it is in the way")
+    refused(ended, Problem.CODE_ABORTED, "was evicted by an operator: it is in the way")
     assert lineage_of(agent) == "run"
     assert agent.machine.replica.serving()
     assert outcomes(story.update(other)) == {agent.name: NEW}
     again = manager_of(story).operate(manager_pb2.EvictLineageRequest(lineage="run")).value
-    refused(again, Problem.FAILED_PRECONDITION, "no rank of lineage 'run'", "lineage forget run")
+    refused(again, Problem.CODE_FAILED_PRECONDITION, "no rank of lineage 'run'", "lineage forget run")

@@ -36,7 +36,7 @@ def call_for(story: Story, lineage: str) -> manager_pb2.UpdateWeightsRequest:
 def test_a_call_for_a_lineage_that_nobody_has_is_refused_at_once_and_holds_up_nobody(story: Story) -> None:
     agent, group = story.replica(), story.ranks()
     for _ in range(3):
-        refused(call_for(story, "nobody's run"), Problem.FAILED_PRECONDITION, "no rank of lineage", "nobody's run")
+        refused(call_for(story, "nobody's run"), Problem.CODE_FAILED_PRECONDITION, "no rank of lineage", "nobody's run")
         assert outcomes(story.update(group)) == {agent.name: NEW}
         group.train()
 
@@ -104,7 +104,7 @@ def test_an_update_whose_turn_does_not_come_in_time_is_refused(story: Story) -> 
     agent.stop_for(12.0)
     waiting = story.call(second.trainers[0], timeout_seconds=4.0)
     story.wait(5.0)
-    refused(waiting[0], Problem.DEADLINE_EXCEEDED, "turn", "another run")
+    refused(waiting[0], Problem.CODE_DEADLINE_EXCEEDED, "turn", "another run")
     story.wait(20.0)
     assert len(running) == 1
 
@@ -120,7 +120,7 @@ def test_a_lineage_whose_ranks_lost_their_sessions_has_a_lease_to_come_back(stor
     story.wait(story.deadlines.lease - 0.5)
     assert not over.ready
     story.wait(1.0)
-    refused(over.value, Problem.FAILED_PRECONDITION, "no rank of lineage 'run' has a session")
+    refused(over.value, Problem.CODE_FAILED_PRECONDITION, "no rank of lineage 'run' has a session")
 
 
 def test_a_manager_that_was_restarted_waits_for_sessions_to_come_back(story: Story) -> None:

@@ -48,7 +48,7 @@ def test_the_next_update_prepares_beside_the_installs_and_its_intent_waits_for_t
     assert story.phase.count(": installing;") == 1
     third = story.call(group.trainers[0])
     story.wait(0.5)
-    refused(third[0], Problem.ABORTED, "another update runs")
+    refused(third[0], Problem.CODE_ABORTED, "another update runs")
     assert len(story.ledger.intents) == 1
     story.wait(8.0)
     assert second[0].held
@@ -68,12 +68,12 @@ def test_a_replica_without_a_relay_keeps_what_it_serves(story: Story, monkeypatc
     assert "no relay within its reach" in held.replicas[0].problem.message
     assert held.replicas[0].after == first.identity
     assert story.held_by(near) == held.identity
-    refused(story.trained(group, until=HELD, min_replicas=2), Problem.FAILED_PRECONDITION, "1 replicas", far.name)
+    refused(story.trained(group, until=HELD, min_replicas=2), Problem.CODE_FAILED_PRECONDITION, "1 replicas", far.name)
 
 
 def test_without_any_relay_nothing_can_be_held(story: Story) -> None:
     story.replica()
-    refused(story.trained(story.ranks(), until=HELD), Problem.FAILED_PRECONDITION, "no relay within its reach")
+    refused(story.trained(story.ranks(), until=HELD), Problem.CODE_FAILED_PRECONDITION, "no relay within its reach")
     assert not story.ledger.intents
 
 
@@ -85,7 +85,7 @@ def test_a_relay_that_has_just_come_back_is_said_to_be_away_with_what_to_do(stor
     relay.stop_for(60.0)
     story.wait(story.deadlines.lease + 1.0)
     words = f"relay {relay.name} had a session with this manager and has none now"
-    refused(story.trained(group, until=HELD), Problem.FAILED_PRECONDITION, words, "connects within")
+    refused(story.trained(group, until=HELD), Problem.CODE_FAILED_PRECONDITION, words, "connects within")
 
 
 def test_a_manager_that_is_killed_after_a_held_report_leaves_the_version_to_relays(story: Story) -> None:
@@ -113,7 +113,7 @@ def test_sleep_and_late_replicas_wait_for_installs_that_go_on_without_callers(st
     assert manager is not None
     over = manager.sleep_or_wake(False, ["replica-1"])
     story.wait(2.5)
-    refused(over.value, Problem.ABORTED, "replicas are in use: update", ": installing")
+    refused(over.value, Problem.CODE_ABORTED, "replicas are in use: update", ": installing")
     late = story.agents["replica-2"]
     assert story.held_by(late) is None
     story.wait(5.0)
@@ -223,7 +223,7 @@ def test_how_installs_end_is_told_to_who_waits_while_the_next_update_runs(story:
 def test_a_rollback_is_refused_while_held_installs_of_its_run_go_on(story: Story, back: int) -> None:
     """To the version before, or to the one that is being installed: afterwards it goes."""
     group, held, slow = held_and_slow(story)
-    refused(story.roll_back(back, seconds=0.2), Problem.ABORTED, "an update of lineage 'run' runs, to version 1")
+    refused(story.roll_back(back, seconds=0.2), Problem.CODE_ABORTED, "an update of lineage 'run' runs, to version 1")
     assert story.held_by(slow) != held.identity
     story.wait(8.0)
     assert story.held_by(slow) == held.identity

@@ -53,7 +53,7 @@ def test_an_update_leaves_out_what_is_held_and_its_release_brings_it_up(story: S
     assert HELD in told.drift.reason
     assert not told.drift.HasField("next_attempt_seconds")
     assert told.serving
-    refused(story.retry(held.name), Problem.FAILED_PRECONDITION, HELD)
+    refused(story.retry(held.name), Problem.CODE_FAILED_PRECONDITION, HELD)
     assert "it is to serve version 1 of lineage 'run'" in story.release(held.name).message
     story.wait(5.0)
     assert story.held_by(held) == report.identity
@@ -69,9 +69,13 @@ def test_a_call_that_names_what_is_held_is_refused_before_anything_is_touched(st
     story.update(group)
     story.hold(held.name)
     result = story.trained(group, replicas=[held.name, other.name])
-    refused(result, Problem.FAILED_PRECONDITION, f"replica {held.name!r} is {HELD}", "or leave it out of this call")
+    refused(
+        result, Problem.CODE_FAILED_PRECONDITION, f"replica {held.name!r} is {HELD}", "or leave it out of this call"
+    )
     assert result.replica == held.name
-    refused(story.roll_back(0, replicas=[held.name]), Problem.FAILED_PRECONDITION, f"replica {held.name!r} is {HELD}")
+    refused(
+        story.roll_back(0, replicas=[held.name]), Problem.CODE_FAILED_PRECONDITION, f"replica {held.name!r} is {HELD}"
+    )
     assert story.update(group, replicas=[other.name]).ok
 
 
@@ -79,14 +83,14 @@ def test_with_everything_held_an_update_is_refused(story: Story) -> None:
     held = story.replica()
     group = story.ranks()
     story.hold(held.name)
-    refused(story.update(group), Problem.FAILED_PRECONDITION, "0 replicas can be updated, 1 are required", HELD)
+    refused(story.update(group), Problem.CODE_FAILED_PRECONDITION, "0 replicas can be updated, 1 are required", HELD)
 
 
 def test_min_replicas_does_not_count_what_is_held(story: Story) -> None:
     held, _ = story.replica(), story.replica()
     group = story.ranks()
     story.hold(held.name)
-    refused(story.update(group, min_replicas=2), Problem.FAILED_PRECONDITION, "1 replicas can be updated, 2", HELD)
+    refused(story.update(group, min_replicas=2), Problem.CODE_FAILED_PRECONDITION, "1 replicas can be updated, 2", HELD)
     assert story.update(group, min_replicas=1).ok
 
 
@@ -152,22 +156,22 @@ def test_what_is_asked_again_changes_nothing_but_the_reason(story: Story) -> Non
 def test_what_cannot_be_held(story: Story) -> None:
     held = story.replica()
     colocated = story.replica(manager_pb2.MODE_COLOCATED)
-    refused(story.hold("nobody"), Problem.NOT_FOUND, "there is no replica 'nobody'")
-    refused(story.release("nobody"), Problem.NOT_FOUND, "there is no replica 'nobody'")
-    refused(story.hold(colocated.name), Problem.FAILED_PRECONDITION, "it receives no weights")
-    refused(story.hold(held.name, "x" * (REASON_CHARACTERS + 1)), Problem.INVALID_ARGUMENT, "got 501")
+    refused(story.hold("nobody"), Problem.CODE_NOT_FOUND, "there is no replica 'nobody'")
+    refused(story.release("nobody"), Problem.CODE_NOT_FOUND, "there is no replica 'nobody'")
+    refused(story.hold(colocated.name), Problem.CODE_FAILED_PRECONDITION, "it receives no weights")
+    refused(story.hold(held.name, "x" * (REASON_CHARACTERS + 1)), Problem.CODE_INVALID_ARGUMENT, "got 501")
     assert not status_of(story, held.name).HasField("hold")
 
 
 def test_a_disk_that_refuses_changes_nothing(story: Story) -> None:
     held = story.replica()
     story.ledger.refuses = "the disk is full"
-    refused(story.hold(held.name), Problem.FAILED_PRECONDITION, "the disk is full")
+    refused(story.hold(held.name), Problem.CODE_FAILED_PRECONDITION, "the disk is full")
     assert not status_of(story, held.name).HasField("hold")
     story.ledger.refuses = ""
     story.hold(held.name)
     story.ledger.refuses = "the disk is full"
-    refused(story.release(held.name), Problem.FAILED_PRECONDITION, "the disk is full")
+    refused(story.release(held.name), Problem.CODE_FAILED_PRECONDITION, "the disk is full")
     assert status_of(story, held.name).HasField("hold")
 
 
@@ -194,7 +198,7 @@ def test_two_calls_about_one_replica_do_not_cross(story: Story) -> None:
     second = manager.operate(manager_pb2.ReleaseReplicaRequest(name=held.name))
     story.wait(1.0)
     assert isinstance(first.value, manager_pb2.HoldReplicaResponse)
-    refused(second.value, Problem.ABORTED, "try again")
+    refused(second.value, Problem.CODE_ABORTED, "try again")
     assert held.name in story.ledger.holds
 
 

@@ -51,7 +51,7 @@ def test_who_lies_about_a_version_is_told_and_does_not_stand_in_the_way(story: S
     late = story.replica()
     story.wait(3.0)
     assert story.held_by(late) is None
-    refused(liar.problems[0], Problem.DATA_LOSS, "other weights")
+    refused(liar.problems[0], Problem.CODE_DATA_LOSS, "other weights")
     holder_of(story, identity)
     story.wait(6.0)
     assert story.held_by(late) == identity

@@ -324,7 +324,7 @@ def a_disk_answers_too_late(story: Story) -> None:
     story.wait(4.0)
     story.faults.slow = 0.0
     story.wait(30.0)
-    refused(results[0], Problem.DEADLINE_EXCEEDED)
+    refused(results[0], Problem.CODE_DEADLINE_EXCEEDED)
     assert len(story.ledger.intents) == 2
     assert story.trained(group).ok
 
@@ -340,7 +340,7 @@ def a_replica_comes_back_after_a_disk_answered_too_late(story: Story) -> None:
     story.until(phase_is(story, "recording"))
     story.faults.slow = 1.0
     story.until(lambda: bool(results), 10.0)
-    refused(results[0], Problem.DEADLINE_EXCEEDED)
+    refused(results[0], Problem.CODE_DEADLINE_EXCEEDED)
     story.faults.slow = 0.0
     story.until(lambda: len(story.ledger.intents) == 2, 40.0)
     story.engine_again(agent)
@@ -359,7 +359,7 @@ def a_replica_has_another_model(story: Story) -> None:
     other, _ = story.replica(), story.replica()
     assert other.engine is not None
     other.engine.models = {"model B"}
-    refused(story.update(story.ranks(), min_replicas=2), Problem.FAILED_PRECONDITION, "2 are required")
+    refused(story.update(story.ranks(), min_replicas=2), Problem.CODE_FAILED_PRECONDITION, "2 are required")
 
 
 def an_update_by_way_of_a_relay(story: Story) -> None:
@@ -391,7 +391,7 @@ def sleep_is_called_for_in_an_install(story: Story) -> None:
     assert story.cluster.manager is not None
     asked = story.cluster.manager.sleep_or_wake(False, [agent.name])
     story.wait(5.0)
-    refused(asked.value, Problem.ABORTED, "in use")
+    refused(asked.value, Problem.CODE_ABORTED, "in use")
 
 
 def tries_fail(story: Story) -> None:

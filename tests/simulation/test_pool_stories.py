@@ -85,7 +85,7 @@ def test_a_run_that_updates_two_pools_does_one_after_the_other(story: Story, two
     in_its_install(story, actor, group, pool="actor")
     again = story.call(group.trainers[0], pool="judge")
     story.wait(0.5)
-    refused(again[0], Problem.ABORTED, "another update runs", "in pool 'actor'")
+    refused(again[0], Problem.CODE_ABORTED, "another update runs", "in pool 'actor'")
     story.wait(8.0)
     assert story.update(group, version=0, pool="judge").ok
     assert story.held_by(judge) == story.held_by(actor)
@@ -120,7 +120,7 @@ def test_sleep_is_for_a_pool_that_is_not_updated(story: Story, two: Two) -> None
     busy = manager_of(story).sleep_or_wake(False, [], pool="actor")
     slept = manager_of(story).sleep_or_wake(False, [], pool="judge")
     story.wait(1.0)
-    refused(busy.value, Problem.ABORTED, "in pool 'actor'")
+    refused(busy.value, Problem.CODE_ABORTED, "in pool 'actor'")
     assert [result.replica for result in slept.value.results] == [judge.name]
     assert judge.machine.replica.asleep
     story.wait(6.0)
@@ -191,7 +191,7 @@ def test_a_manager_that_is_killed_in_two_updates_leaves_both_to_be_mended(story:
     for lineage in ("actor's run", "judge's run"):
         told = manager_of(story).wait_for(0, lineage)
         story.wait(0.5)
-        refused(told.value, Problem.ABORTED, "the manager ended during update", lineage)
+        refused(told.value, Problem.CODE_ABORTED, "the manager ended during update", lineage)
 
 
 # -- relays that both want

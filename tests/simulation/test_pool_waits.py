@@ -199,7 +199,7 @@ def test_a_relay_that_is_free_too_late_is_the_reason_for_the_refusal(monkeypatch
     story.until(lambda: "waiting for relays" in story.phase)
     slow_relays(monkeypatch)
     story.until(lambda: bool(update), 12.0)
-    refused(update[0], Problem.DEADLINE_EXCEEDED, "updates of other pools used relays until", "were not filled in")
+    refused(update[0], Problem.CODE_DEADLINE_EXCEEDED, "updates of other pools used relays until", "were not filled in")
 
 
 def test_who_only_reads_a_relay_does_not_wait_for_installs_of_another_pool_that_read_it() -> None:

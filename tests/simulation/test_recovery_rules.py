@@ -50,8 +50,8 @@ def test_what_members_hold_is_not_given_out_again(story: Story) -> None:
     assert story.update(group, version=5).ok
     replace_ledger(story, copy)
     group.train()
-    refused(story.update(group, version=4), Problem.FAILED_PRECONDITION, "backwards")
-    refused(story.update(group, version=5), Problem.FAILED_PRECONDITION, "root")
+    refused(story.update(group, version=4), Problem.CODE_FAILED_PRECONDITION, "backwards")
+    refused(story.update(group, version=5), Problem.CODE_FAILED_PRECONDITION, "root")
     assert story.update(group, version=6).ok
 
 
@@ -93,14 +93,14 @@ def test_nothing_begins_while_the_ledger_cannot_be_written(story: Story) -> None
     group.train()
     story.ledger.refuses = "the disk is full"
     first = story.update(group)  # its epoch was spent before, so that it gets as far as its intent
-    refused(first, Problem.FAILED_PRECONDITION, "the disk is full")
+    refused(first, Problem.CODE_FAILED_PRECONDITION, "the disk is full")
     results = story.call(group.trainers[0])
     story.wait(0.2)
-    refused(results[0], Problem.FAILED_PRECONDITION, "no replica was touched", "the disk is full")
+    refused(results[0], Problem.CODE_FAILED_PRECONDITION, "no replica was touched", "the disk is full")
     assert "the disk is full" in warnings(story)
     slept = manager_of(story).sleep_or_wake(False, [])
     story.wait(0.2)
-    refused(slept.value, Problem.FAILED_PRECONDITION, "the disk is full")
+    refused(slept.value, Problem.CODE_FAILED_PRECONDITION, "the disk is full")
     assert agent.outcome() == NEW
     assert agent.machine.replica.serving()
     story.ledger.refuses = ""
@@ -114,7 +114,7 @@ def test_a_manager_that_lost_its_lock_begins_nothing(story: Story) -> None:
     group, first = story.ranks(), manager_of(story)
     story.start_manager(although_one_lives=True)
     story.update(group)  # this one spends the next epoch, which fails
-    refused(story.update(group), Problem.FAILED_PRECONDITION, "another manager has taken this ledger over")
+    refused(story.update(group), Problem.CODE_FAILED_PRECONDITION, "another manager has taken this ledger over")
     first.crash()
     story.wait(6.0)
     assert story.update(group).ok
@@ -127,9 +127,9 @@ def test_a_run_goes_on_from_an_older_checkpoint_as_a_new_lineage(story: Story) -
     story.end_group(group, in_good_order=False)
     story.wait(6.0)
     again = story.ranks(world_size=3)
-    refused(story.update(again, version=5), Problem.FAILED_PRECONDITION, "backwards", "new lineage")
+    refused(story.update(again, version=5), Problem.CODE_FAILED_PRECONDITION, "backwards", "new lineage")
     again.train()
-    refused(story.update(again, version=7), Problem.FAILED_PRECONDITION, "root", "new lineage")
+    refused(story.update(again, version=7), Problem.CODE_FAILED_PRECONDITION, "root", "new lineage")
     assert story.update(story.ranks("the run, again", world_size=3), version=5).ok
 
 
@@ -162,7 +162,7 @@ def test_needs_that_are_stored_again_in_vain_refuse_the_update(story: Story, mon
         raise not_found("these needs are not here")
 
     monkeypatch.setattr(manager_of(story), "_compile", compile)
-    refused(story.update(group), Problem.NOT_FOUND, "these needs are not here")
+    refused(story.update(group), Problem.CODE_NOT_FOUND, "these needs are not here")
     assert len(tried) == 2
     monkeypatch.undo()
     assert story.update(group).ok

@@ -177,7 +177,9 @@ def test_without_a_relay_a_late_replica_waits_for_what_was_taken_back(story: Sto
     late = story.replica()
     story.wait(6.0)
     assert story.held_by(late) is None
-    refused(story.retry(late.name), Problem.FAILED_PRECONDITION, "version 0 of lineage", "no source of it stays sealed")
+    refused(
+        story.retry(late.name), Problem.CODE_FAILED_PRECONDITION, "version 0 of lineage", "no source of it stays sealed"
+    )
     group.trainers[0].publish()
     story.wait(1.0)
     assert story.trained(group).identity.version == report.identity.version + 1
@@ -192,7 +194,7 @@ def test_an_update_is_refused_when_a_rank_takes_back_what_it_published(story: St
     group.trainers[1].withdraw()
     story.wait(3.0)
     for (result,) in results:
-        refused(result, Problem.UNAVAILABLE, "rank 1 took back what it had published while")
+        refused(result, Problem.CODE_UNAVAILABLE, "rank 1 took back what it had published while")
 
 
 # ------------------------------------------------------------------------------- a trainer that is gone too early
@@ -280,7 +282,7 @@ def test_without_a_relay_that_holds_the_version_the_death_of_the_trainer_ends_th
     group.trainers[1].crash()  # the relay finds nothing to read
     story.leave(1)
     story.wait(20.0)
-    refused(results[0][0], Problem.UNAVAILABLE, "the call of rank 1 was cancelled")
+    refused(results[0][0], Problem.CODE_UNAVAILABLE, "the call of rank 1 was cancelled")
     assert relay.fills == 1
     assert all(story.held_by(agent) is None for agent in agents)
     assert not story.ledger.intents

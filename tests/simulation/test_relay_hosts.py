@@ -130,7 +130,7 @@ def test_relays_of_both_hosts_of_a_trainer_give_each_other_what_they_have(story:
 def test_what_no_relay_reaches_is_told_what_to_start(story: Story) -> None:
     relays_on(story, B)
     story.replica(host=B)
-    refused(trained(story, story.ranks()), Problem.FAILED_PRECONDITION, "start a relay on host A")
+    refused(trained(story, story.ranks()), Problem.CODE_FAILED_PRECONDITION, "start a relay on host A")
     assert not story.ledger.intents
 
 

@@ -78,7 +78,7 @@ def test_a_version_that_cannot_be_is_refused_before_a_relay_is_filled(story: Sto
     relay, group = story.relay(), story.ranks()
     story.replica(), story.replica()
     assert story.trained(group, version=5).ok
-    refused(story.trained(group, version=5), Problem.FAILED_PRECONDITION, "the weights are not those")
+    refused(story.trained(group, version=5), Problem.CODE_FAILED_PRECONDITION, "the weights are not those")
     assert relay.fills == 1
 
 
@@ -90,8 +90,10 @@ def test_ranks_must_agree_on_prefetch_and_until(story: Story) -> None:
         results = [story.call(group.trainers[0], **wish), story.call(group.trainers[1])]
         story.wait(3.0)
         for (result,) in results:
-            refused(result, Problem.INVALID_ARGUMENT, "the ranks differ")
-    refused(story.update(group, prefetch=NEVER, until=HELD), Problem.INVALID_ARGUMENT, "prefetch='never' fills none")
+            refused(result, Problem.CODE_INVALID_ARGUMENT, "the ranks differ")
+    refused(
+        story.update(group, prefetch=NEVER, until=HELD), Problem.CODE_INVALID_ARGUMENT, "prefetch='never' fills none"
+    )
 
 
 def test_a_late_replica_is_brought_up_from_a_relay_when_the_run_has_ended(story: Story) -> None:
@@ -176,7 +178,7 @@ def test_a_replica_that_cannot_read_the_trainer_is_installed_from_its_relay(
         if task.record is not None:
             return original(task)
         done = original(replace(task, workers=tuple(each for each in task.workers if each.key[0] != far.name)))
-        problem = Problem(code=Problem.FAILED_PRECONDITION, message="no process ids in common")
+        problem = Problem(code=Problem.CODE_FAILED_PRECONDITION, message="no process ids in common")
         return replace(done, unfit={far.name: problem})
 
     monkeypatch.setattr(manager, "_compile", compile)
@@ -189,7 +191,7 @@ def test_a_replica_that_cannot_read_the_trainer_is_installed_from_its_relay(
     result = story.trained(group)
     why = f"relay {relay.name} had a session with this manager and has none now"
     if alone:
-        refused(result, Problem.FAILED_PRECONDITION, why, "no process ids in common")
+        refused(result, Problem.CODE_FAILED_PRECONDITION, why, "no process ids in common")
     else:
         (left_out,) = [each for each in result.replicas if each.HasField("problem")]
         assert left_out.replica == far.name
@@ -226,4 +228,4 @@ def test_numbers_of_a_ledger_that_was_lost_are_told_by_relays(story: Story) -> N
     story.ledger = Ledger(story.ledger.cluster)
     story.restart_manager()
     story.replica()
-    refused(story.trained(group, version=2), Problem.FAILED_PRECONDITION, "goes backwards")
+    refused(story.trained(group, version=2), Problem.CODE_FAILED_PRECONDITION, "goes backwards")

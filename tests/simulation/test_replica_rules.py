@@ -86,7 +86,7 @@ def test_a_trainer_that_trains_on_too_early_spoils_no_replica(story: Story) -> N
     group.train()
     story.wait(5.0)
     assert outcomes(results[0]) == {agent.name: QUARANTINED}
-    assert results[0].replicas[0].problem.code == Problem.DATA_LOSS
+    assert results[0].replicas[0].problem.code == Problem.CODE_DATA_LOSS
 
 
 def hold_back_first_bytes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:

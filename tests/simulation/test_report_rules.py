@@ -58,7 +58,9 @@ def test_who_says_how_many_suffice_is_content_with_them(story: Story) -> None:
     assert report.verified
     assert outcomes(report) == {lost.name: UNREACHED, there.name: NEW}
     group.train()
-    refused(story.update(group, min_replicas=2), Problem.FAILED_PRECONDITION, "1 replicas", "2 are required", lost.name)
+    refused(
+        story.update(group, min_replicas=2), Problem.CODE_FAILED_PRECONDITION, "1 replicas", "2 are required", lost.name
+    )
 
 
 def test_replicas_that_were_not_chosen_do_not_count(story: Story) -> None:
@@ -67,7 +69,10 @@ def test_replicas_that_were_not_chosen_do_not_count(story: Story) -> None:
     assert report.ok
     assert outcomes(report) == {there.name: NEW}
     refused(
-        story.update(group, replicas=[lost.name]), Problem.FAILED_PRECONDITION, lost.name, "its agent is not connected"
+        story.update(group, replicas=[lost.name]),
+        Problem.CODE_FAILED_PRECONDITION,
+        lost.name,
+        "its agent is not connected",
     )
 
 
@@ -120,7 +125,7 @@ def test_the_only_replica_is_waited_for_too_and_then_named(story: Story) -> None
     group.train()
     story.agents[only.name].crash()
     story.wait(0.1)
-    refused(story.update(group, 8.0), Problem.FAILED_PRECONDITION, "0 replicas", only.name, "not connected")
+    refused(story.update(group, 8.0), Problem.CODE_FAILED_PRECONDITION, "0 replicas", only.name, "not connected")
 
 
 def test_waiting_for_one_costs_the_others_at_most_half_of_the_time(story: Story) -> None:
@@ -186,7 +191,7 @@ def test_a_misfit_is_left_out_and_named_and_the_others_are_updated(story: Story)
     assert not report.ok
     assert outcomes(report) == {misfit.name: QUARANTINED} | {other.name: NEW for other in others}
     (left,) = (each for each in report.replicas if each.replica == misfit.name)
-    assert left.problem.code == Problem.INVALID_ARGUMENT
+    assert left.problem.code == Problem.CODE_INVALID_ARGUMENT
     assert left.problem.replica == misfit.name
     assert "cannot load model B" in left.problem.message
     assert "cannot load model B" in unfit(story)[misfit.name]
@@ -227,7 +232,7 @@ def test_a_misfit_is_not_asked_again_for_what_it_can_never_load(story: Story, mo
     named = story.update(group, replicas=sorted(story.agents))
     assert not named.ok, "it was asked for by name"
     assert not any(each.cannot_load for each in named.replicas)
-    refused(story.retry(misfit.name), Problem.FAILED_PRECONDITION, "can never load", "cannot load model B")
+    refused(story.retry(misfit.name), Problem.CODE_FAILED_PRECONDITION, "can never load", "cannot load model B")
 
 
 def test_a_late_misfit_is_not_tried_again_and_again(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +265,7 @@ def test_what_no_replica_can_load_refuses_the_update_and_nobody_is_marked(story:
         other.engine.models = {"model A"}
     problem = story.update(group)
     names = ", ".join(sorted(agent.name for agent in (misfit, *others)))
-    refused(problem, Problem.INVALID_ARGUMENT, f"{names}: this engine cannot load model B")
+    refused(problem, Problem.CODE_INVALID_ARGUMENT, f"{names}: this engine cannot load model B")
     assert problem.replica == misfit.name
     assert unfit(story) == {}
     for agent in (misfit, *others):
@@ -273,7 +278,7 @@ def test_too_few_that_fit_refuse_the_update_naming_the_misfit(story: Story) -> N
     misfit, _, group = one_misfit(story)
     refused(
         story.update(group, min_replicas=3),
-        Problem.FAILED_PRECONDITION,
+        Problem.CODE_FAILED_PRECONDITION,
         "2 replicas can be updated, 3 are required",
         f"{misfit.name}: this engine cannot load model B",
     )
@@ -284,7 +289,7 @@ def test_a_misfit_and_one_that_is_away_refuse_for_what_is_published(story: Story
     misfit, (lost,), group = one_misfit(story, 1)
     lost.crash()
     story.wait(story.deadlines.forget - 1.0)  # no update reached it, so it is forgotten then
-    refused(story.update(group), Problem.INVALID_ARGUMENT, misfit.name, "cannot load model B", lost.name)
+    refused(story.update(group), Problem.CODE_INVALID_ARGUMENT, misfit.name, "cannot load model B", lost.name)
 
 
 def test_a_replica_that_no_plan_reaches_is_left_out_too(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,14 +301,16 @@ def test_a_replica_that_no_plan_reaches_is_left_out_too(story: Story, monkeypatc
     def compile(task: events.CompilePlans) -> events.Compiled:
         reached = tuple(worker for worker in task.workers if worker.key[0] != far.name)
         done = original(events.CompilePlans(task.published, reached, task.seconds))
-        problem = Problem(code=Problem.FAILED_PRECONDITION, message="no transport reaches it")
+        problem = Problem(code=Problem.CODE_FAILED_PRECONDITION, message="no transport reaches it")
         return events.Compiled(done.plans, done.atoms, done.bytes, done.handle, {far.name: problem})
 
     monkeypatch.setattr(story.cluster.manager, "_compile", compile)
     report = story.update(group)
     assert outcomes(report) == {far.name: QUARANTINED, near.name: NEW}
     assert unfit(story) == {far.name: "no transport reaches it"}
-    refused(story.update(group, min_replicas=2), Problem.FAILED_PRECONDITION, "1 replicas", "no transport reaches it")
+    refused(
+        story.update(group, min_replicas=2), Problem.CODE_FAILED_PRECONDITION, "1 replicas", "no transport reaches it"
+    )
     monkeypatch.undo()
     assert story.update(group).ok, "it is asked again"
     assert unfit(story) == {}

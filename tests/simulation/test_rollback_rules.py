@@ -129,22 +129,24 @@ def test_a_call_and_an_attempt_look_at_one_version_and_come_to_an_end(story: Sto
 
 def test_what_cannot_be_gone_back_to_is_refused_and_said(story: Story) -> None:
     agent, _, (first, second) = two_versions(story)
-    refused(story.roll_back(first.version), Problem.NOT_FOUND, "nothing that is connected holds version 0", "no holder")
+    refused(
+        story.roll_back(first.version), Problem.CODE_NOT_FOUND, "nothing that is connected holds version 0", "no holder"
+    )
     holder = story.join_holder()
     story.wait(0.5)
-    refused(story.roll_back(first.version), Problem.NOT_FOUND, "is connected and holds no version yet")
+    refused(story.roll_back(first.version), Problem.CODE_NOT_FOUND, "is connected and holds no version yet")
     holder.hold(first)
     story.wait(0.5)
     refused(
         story.roll_back(7, "run"),
-        Problem.NOT_FOUND,
+        Problem.CODE_NOT_FOUND,
         "version 7 of lineage 'run'",
         f"{holder.held.source} holds version 0",
     )
-    refused(story.roll_back(first.version, "other"), Problem.NOT_FOUND, "no lineage 'other' (run)")
-    refused(story.roll_back(-1), Problem.INVALID_ARGUMENT, "version -1")
-    refused(story.roll_back(first.version, replicas=["nobody"]), Problem.NOT_FOUND, "no replica 'nobody'")
-    refused(story.roll_back(first.version, timeout_seconds=-1.0), Problem.INVALID_ARGUMENT, "timeout")
+    refused(story.roll_back(first.version, "other"), Problem.CODE_NOT_FOUND, "no lineage 'other' (run)")
+    refused(story.roll_back(-1), Problem.CODE_INVALID_ARGUMENT, "version -1")
+    refused(story.roll_back(first.version, replicas=["nobody"]), Problem.CODE_NOT_FOUND, "no replica 'nobody'")
+    refused(story.roll_back(first.version, timeout_seconds=-1.0), Problem.CODE_INVALID_ARGUMENT, "timeout")
     assert story.held_by(agent) == second
 
 
@@ -154,7 +156,7 @@ def test_a_number_that_is_held_of_two_lineages_needs_the_lineages_name(story: St
     other = next_version(story, others)
     holder_of(story, first)
     holder_of(story, other)
-    refused(story.roll_back(0), Problem.INVALID_ARGUMENT, "'another', 'run'", "name one")
+    refused(story.roll_back(0), Problem.CODE_INVALID_ARGUMENT, "'another', 'run'", "name one")
     assert story.held_by(agent) == other
     assert story.roll_back(0, "run").identity == first
     assert story.held_by(agent) == first
@@ -163,12 +165,12 @@ def test_a_number_that_is_held_of_two_lineages_needs_the_lineages_name(story: St
 def test_who_holds_other_weights_under_a_known_number_is_not_believed(story: Story) -> None:
     agent, _, (first, second) = two_versions(story)
     holder_of(story, first, lies=True)
-    refused(story.roll_back(first.version), Problem.FAILED_PRECONDITION, "cannot be read", "other weights")
+    refused(story.roll_back(first.version), Problem.CODE_FAILED_PRECONDITION, "cannot be read", "other weights")
     never = weights_pb2.Identity(lineage="run", version=first.version, root=second.root)
     holder_of(story, never)
     another = weights_pb2.Identity(lineage="run", version=9, root=second.root)
     holder_of(story, another)
-    refused(story.roll_back(9), Problem.FAILED_PRECONDITION, "neither the ledger nor a worker knows the root")
+    refused(story.roll_back(9), Problem.CODE_FAILED_PRECONDITION, "neither the ledger nor a worker knows the root")
     assert story.held_by(agent) == second
     holder_of(story, first)
     assert story.roll_back(first.version).ok
@@ -198,7 +200,9 @@ def test_an_update_of_the_lineage_is_not_overtaken_and_one_of_another_is_waited_
     group.train()
     (result,) = [story.call(group.trainers[0])]
     story.wait(0.05)
-    refused(story.roll_back(first.version, seconds=0.0) or _now(story, first), Problem.ABORTED, "runs, to version 2")
+    refused(
+        story.roll_back(first.version, seconds=0.0) or _now(story, first), Problem.CODE_ABORTED, "runs, to version 2"
+    )
     story.wait(5.0)
     assert isinstance(result[0], manager_pb2.UpdateReport)
     waiting = story.call(others.trainers[0])
@@ -266,7 +270,7 @@ def test_two_rollbacks_of_a_lineage_take_turns_without_asking_for_ever(story: St
     story.wait(5.0)
     assert story.world.events - begun < 500
     assert answers[0].value.ok
-    refused(answers[1].value, Problem.ABORTED, "runs, to version 0")
+    refused(answers[1].value, Problem.CODE_ABORTED, "runs, to version 0")
     assert story.held_by(agent) == versions[0]
 
 
@@ -277,7 +281,7 @@ def test_a_rollback_that_waits_too_long_says_for_what(story: Story) -> None:
     story.kill_manager()
     story.start_manager()
     result = story.roll_back(0, timeout_seconds=1.5)
-    refused(result, Problem.DEADLINE_EXCEEDED, "rollback to version 0", "the manager was restarted")
+    refused(result, Problem.CODE_DEADLINE_EXCEEDED, "rollback to version 0", "the manager was restarted")
 
 
 # -- waiting for an update's end
@@ -300,9 +304,9 @@ def test_the_report_of_an_update_is_told_again_and_not_that_of_a_late_replica(st
     if restarted:
         story.restart_manager()
     assert wait_for(story, report.identity.version) == report
-    refused(wait_for(story, 7), Problem.NOT_FOUND, "no update to version 7 of lineage 'run'", "2, 1, 0")
-    refused(wait_for(story, 0, "other"), Problem.NOT_FOUND, "lineage 'other'")
-    refused(wait_for(story, -1), Problem.INVALID_ARGUMENT, "version -1")
+    refused(wait_for(story, 7), Problem.CODE_NOT_FOUND, "no update to version 7 of lineage 'run'", "2, 1, 0")
+    refused(wait_for(story, 0, "other"), Problem.CODE_NOT_FOUND, "lineage 'other'")
+    refused(wait_for(story, -1), Problem.CODE_INVALID_ARGUMENT, "version -1")
 
 
 def test_an_update_that_runs_is_waited_for_and_a_refusal_is_told(story: Story) -> None:
@@ -314,7 +318,9 @@ def test_an_update_that_runs_is_waited_for_and_a_refusal_is_told(story: Story) -
     manager = story.cluster.manager
     assert manager is not None
     over = manager.wait_for(0, "run")
-    refused(wait_for(story, 0, seconds=0.01, wait=0.02), Problem.DEADLINE_EXCEEDED, "it goes on: update", "version 0")
+    refused(
+        wait_for(story, 0, seconds=0.01, wait=0.02), Problem.CODE_DEADLINE_EXCEEDED, "it goes on: update", "version 0"
+    )
     assert not over.ready
     story.wait(5.0)
     assert over.value == result[0]
@@ -324,7 +330,7 @@ def test_an_update_that_runs_is_waited_for_and_a_refusal_is_told(story: Story) -
     over = manager.wait_for(1, "run")
     group.trainers[0].crash()
     story.wait(8.0)
-    refused(over.value, Problem.DEADLINE_EXCEEDED, "rank 0 had not sealed")
+    refused(over.value, Problem.CODE_DEADLINE_EXCEEDED, "rank 0 had not sealed")
     assert again
 
 
@@ -338,7 +344,7 @@ def test_an_update_in_whose_middle_the_manager_ended_has_no_report(story: Story)
         if story.ledger.intents:
             break
     story.restart_manager()
-    refused(wait_for(story, 0), Problem.ABORTED, "the manager ended during update", "version 0")
+    refused(wait_for(story, 0), Problem.CODE_ABORTED, "the manager ended during update", "version 0")
 
 
 def test_a_rollback_whose_caller_leaves_while_relays_are_filled_is_refused() -> None:

@@ -144,7 +144,7 @@ def test_waking_in_the_wrong_order_is_refused(story: Story) -> None:
     assert story.update(group).ok
     assert sleep(story, agent) is None
     problem = wake(story, agent, "kv_cache")
-    assert problem.code == Problem.FAILED_PRECONDITION
+    assert problem.code == Problem.CODE_FAILED_PRECONDITION
     assert "weights are woken before" in problem.message
     assert wake(story, agent, "weights") is None
     assert not engine_of(agent).gate_open
@@ -177,7 +177,7 @@ def test_a_colocated_replica_serves_its_own_weights_and_no_update_touches_it(sto
     assert outcomes(story.update(group)) == {agent.name: NEW}
     assert sleep(story, judge) is None
     assert not engine_of(judge).gate_open
-    assert sleep(story, judge, 2).code == Problem.INVALID_ARGUMENT
+    assert sleep(story, judge, 2).code == Problem.CODE_INVALID_ARGUMENT
     assert wake(story, judge) is None
     assert engine_of(judge).gate_open
     assert [worker.state for worker in engine_of(judge).workers] == [NONE] * len(engine_of(judge).workers)

@@ -104,7 +104,7 @@ def fsdp(directory: Path) -> None:
 
     with pytest.raises(CkptEngineError, match="snapshot=False") as refused:
         open_source(model, snapshot=False, move=True)
-    assert refused.value.problem.code == Problem.INVALID_ARGUMENT
+    assert refused.value.problem.code == Problem.CODE_INVALID_ARGUMENT
 
     served = open_source(model, rank=dist.get_rank(), world_size=4, dtype="bfloat16")
     served.seal()
@@ -176,7 +176,7 @@ def flat(directory: Path) -> None:
     sharded = FullyShardedDataParallel(nn.Linear(3, 4), use_orig_params=True, device_id=torch.device("cpu"))
     with pytest.raises(CkptEngineError, match="FSDP1") as refused:
         open_source(nn.Sequential(sharded))
-    assert refused.value.problem.code == Problem.INVALID_ARGUMENT
+    assert refused.value.problem.code == Problem.CODE_INVALID_ARGUMENT
     assert refused.value.problem.tensors[0].endswith("weight")
 
 

@@ -129,11 +129,11 @@ def test_a_file_that_changes_is_noticed(tmp_path: Path, dtype: str | None) -> No
     for attempt in (source.check, source.seal):
         with pytest.raises(CkptEngineError) as error:
             attempt()
-        assert error.value.problem.code == Problem.DATA_LOSS
+        assert error.value.problem.code == Problem.CODE_DATA_LOSS
     file.unlink()
     with pytest.raises(CkptEngineError) as gone:
         source.check()
-    assert gone.value.problem.code == Problem.UNAVAILABLE
+    assert gone.value.problem.code == Problem.CODE_UNAVAILABLE
 
 
 def entry(**changes: Any) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def entry(**changes: Any) -> dict[str, Any]:
 def test_a_damaged_file_is_refused(tmp_path: Path, header: Any, data: bytes, length: int | None) -> None:
     file = write(tmp_path / "model.safetensors", header, data, length)
     problem = problem_of(file)
-    assert problem.code == Problem.INVALID_ARGUMENT
+    assert problem.code == Problem.CODE_INVALID_ARGUMENT
     assert str(file) in problem.message
     assert len(problem.message) < 1000
 
@@ -191,22 +191,22 @@ def test_a_damaged_file_is_refused(tmp_path: Path, header: Any, data: bytes, len
 def test_an_index_that_names_no_file_of_its_directory_is_refused(tmp_path: Path, placed: object) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": placed}}))
     problem = problem_of(tmp_path)
-    assert problem.code == Problem.INVALID_ARGUMENT
+    assert problem.code == Problem.CODE_INVALID_ARGUMENT
     assert "which is not a file of this directory" in problem.message
 
 
 def test_a_file_of_no_length_and_a_sound_one(tmp_path: Path) -> None:
     empty = tmp_path / "empty.safetensors"
     empty.write_bytes(b"1234567")
-    assert problem_of(empty).code == Problem.INVALID_ARGUMENT
+    assert problem_of(empty).code == Problem.CODE_INVALID_ARGUMENT
     sound = open_source(write(tmp_path / "sound.safetensors", entry(), bytes(8)))
     assert_equal(read(sound.table()), {"x": torch.zeros(2)})
 
 
 def test_what_is_not_there_is_not_found(tmp_path: Path) -> None:
-    assert problem_of(tmp_path).code == Problem.NOT_FOUND
-    assert problem_of(tmp_path / "nothing").code == Problem.NOT_FOUND
-    assert problem_of(tmp_path / ("n" * 5000)).code == Problem.NOT_FOUND
+    assert problem_of(tmp_path).code == Problem.CODE_NOT_FOUND
+    assert problem_of(tmp_path / "nothing").code == Problem.CODE_NOT_FOUND
+    assert problem_of(tmp_path / ("n" * 5000)).code == Problem.CODE_NOT_FOUND
 
 
 def test_what_is_no_file_of_bytes_is_refused_and_not_waited_for(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_what_is_no_file_of_bytes_is_refused_and_not_waited_for(tmp_path: Path) 
     asking = threading.Thread(target=lambda: refused.append(problem_of(tmp_path)), daemon=True)
     asking.start()
     asking.join(60)
-    assert [each.code for each in refused] == [Problem.INVALID_ARGUMENT]
+    assert [each.code for each in refused] == [Problem.CODE_INVALID_ARGUMENT]
     assert "not a regular file" in refused[0].message
 
 

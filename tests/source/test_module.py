@@ -163,7 +163,7 @@ def test_a_change_between_copy_and_digest_is_named(dtype: str | None) -> None:
         model[1].weight[0, 0] += 1
     with pytest.raises(CkptEngineError, match="changed while they were copied") as changed:
         source.digest(atoms)
-    assert changed.value.problem.code == Problem.FAILED_PRECONDITION
+    assert changed.value.problem.code == Problem.CODE_FAILED_PRECONDITION
     assert list(changed.value.problem.tensors) == ["1.weight"]
     assert list(changed.value.problem.ranks) == [0]
     with pytest.raises(CkptEngineError):
@@ -211,7 +211,7 @@ def test_live_weights_cannot_be_kept() -> None:
     source.seal()
     with pytest.raises(CkptEngineError, match="live weights") as error:
         source.seal(keep=True)
-    assert error.value.problem.code == Problem.FAILED_PRECONDITION
+    assert error.value.problem.code == Problem.CODE_FAILED_PRECONDITION
 
 
 def test_a_served_dtype_casts_floats_and_copies_only_those() -> None:
@@ -230,7 +230,7 @@ def test_a_served_dtype_casts_floats_and_copies_only_those() -> None:
     with torch.no_grad():
         model[0].weight.add_(1)
     assert torch.equal(read(source.table())["0.weight"], model[0].weight)
-    problem = refused(Problem.INVALID_ARGUMENT, model, dtype=torch.float16, snapshot=False, move=True)
+    problem = refused(Problem.CODE_INVALID_ARGUMENT, model, dtype=torch.float16, snapshot=False, move=True)
     assert problem.tensors
     assert "snapshot=False" in problem.message
 
@@ -243,7 +243,7 @@ def test_names_are_stripped_and_must_stay_apart() -> None:
     twice = nn.Module()
     twice._orig_mod = nn.Linear(2, 2)
     twice.weight = nn.Parameter(torch.zeros(1))
-    assert list(refused(Problem.INVALID_ARGUMENT, twice).tensors) == ["weight"]
+    assert list(refused(Problem.CODE_INVALID_ARGUMENT, twice).tensors) == ["weight"]
 
 
 def test_equal_memory_under_two_parameters_is_tied() -> None:
@@ -284,7 +284,7 @@ def test_moved_memory_is_named_before_anything_is_sealed(change: str) -> None:
     for attempt in (source.check, source.seal):
         with pytest.raises(CkptEngineError, match="publish again") as error:
             attempt()
-        assert error.value.problem.code == Problem.FAILED_PRECONDITION
+        assert error.value.problem.code == Problem.CODE_FAILED_PRECONDITION
         assert list(error.value.problem.tensors) == ["1.extra" if change == "more" else "1.weight"]
     if change in ("data", "parameter"):
         again = opened(model, move=True)
@@ -328,10 +328,10 @@ def test_digests_are_those_of_the_atoms_in_their_order() -> None:
     for wrong in (Atom(shard=1), Atom(shard=0, start=[0, 0], stop=[6, 7]), Atom(shard=0, start=[0], stop=[5])):
         with pytest.raises(CkptEngineError) as error:
             source.digest(Atoms(atoms=[wrong]))
-        assert error.value.problem.code == Problem.INVALID_ARGUMENT
+        assert error.value.problem.code == Problem.CODE_INVALID_ARGUMENT
     with pytest.raises(CkptEngineError, match="published again") as stale:
         source.digest(Atoms(table_digest=bytes(32), atoms=atoms.atoms))
-    assert stale.value.problem.code == Problem.FAILED_PRECONDITION
+    assert stale.value.problem.code == Problem.CODE_FAILED_PRECONDITION
 
 
 def test_after_close_nobody_new_reads_and_the_model_lives_on() -> None:
@@ -343,7 +343,7 @@ def test_after_close_nobody_new_reads_and_the_model_lives_on() -> None:
     source.close()
     with pytest.raises(CkptEngineError) as error:
         SharedMemoryTransport().open(readable(source.table()))
-    assert error.value.problem.code == Problem.UNAVAILABLE
+    assert error.value.problem.code == Problem.CODE_UNAVAILABLE
     with pytest.raises(CkptEngineError):
         source.digest(whole_atoms(source.table()))
     assert_equal(expected(model), before)
@@ -357,22 +357,22 @@ def test_what_cannot_be_published_is_refused_by_name() -> None:
             super().__init__()
             self.register_buffer("odd", tensor)
 
-    assert refused(Problem.INVALID_ARGUMENT, nn.ReLU()).message.startswith("nothing to publish")
+    assert refused(Problem.CODE_INVALID_ARGUMENT, nn.ReLU()).message.startswith("nothing to publish")
     for tensor in (
         torch.zeros(3, dtype=torch.complex32),
         torch.zeros(3, device="meta"),
         torch.zeros(3).to_sparse(),
         torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)]),
     ):
-        assert list(refused(Problem.INVALID_ARGUMENT, Holder(tensor)).tensors) == ["odd"]
-    assert list(refused(Problem.INVALID_ARGUMENT, nn.LazyLinear(3)).tensors) == ["weight"]
+        assert list(refused(Problem.CODE_INVALID_ARGUMENT, Holder(tensor)).tensors) == ["odd"]
+    assert list(refused(Problem.CODE_INVALID_ARGUMENT, nn.LazyLinear(3)).tensors) == ["weight"]
 
 
 def test_a_refusal_moves_nothing() -> None:
     model = nn.Linear(3, 3)
     model.register_buffer("odd", torch.zeros(3, dtype=torch.complex32))
     before = model.weight.data_ptr()
-    refused(Problem.INVALID_ARGUMENT, model)
+    refused(Problem.CODE_INVALID_ARGUMENT, model)
     assert model.weight.data_ptr() == before
 
 

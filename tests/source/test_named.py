@@ -70,7 +70,7 @@ def test_a_name_that_no_file_or_message_can_carry_is_refused_when_it_is_publishe
     for published in ({name: torch.ones(2)}, [(name, torch.ones(2))], *([module] if name else [])):
         with pytest.raises(CkptEngineError) as caught:
             open_source(published)
-        assert caught.value.problem.code == Problem.INVALID_ARGUMENT
+        assert caught.value.problem.code == Problem.CODE_INVALID_ARGUMENT
         assert says in caught.value.problem.message
 
 
@@ -109,7 +109,7 @@ def test_names_lose_what_wrappers_add_and_nothing_else() -> None:
 def test_anything_else_is_refused(odd: object) -> None:
     with pytest.raises(CkptEngineError) as error:
         open_source(odd)  # type: ignore[arg-type]
-    assert error.value.problem.code == Problem.INVALID_ARGUMENT
+    assert error.value.problem.code == Problem.CODE_INVALID_ARGUMENT
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_anything_else_is_refused(odd: object) -> None:
 def test_a_mistake_is_answered_with_what_to_do(odd: object, said: str) -> None:
     with pytest.raises(CkptEngineError, match=said) as error:
         open_source(odd)  # type: ignore[arg-type]
-    assert error.value.problem.code == Problem.INVALID_ARGUMENT
+    assert error.value.problem.code == Problem.CODE_INVALID_ARGUMENT
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_mistake_is_answered_with_what_to_do(odd: object, said: str) -> None:
 def test_odd_options_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(CkptEngineError) as error:
         open_source({"a": torch.zeros(1)}, **options)  # type: ignore[arg-type]
-    assert error.value.problem.code == Problem.INVALID_ARGUMENT
+    assert error.value.problem.code == Problem.CODE_INVALID_ARGUMENT
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_way_that_tensors_cannot_take_is_refused(tmp_path: Path, transport: st
     for weights in ({"a": torch.zeros(1)}, torch.nn.Linear(2, 2), tmp_path):
         with pytest.raises(CkptEngineError, match=words) as error:
             open_source(weights, transport=transport)  # type: ignore[arg-type]
-        assert error.value.problem.code == Problem.INVALID_ARGUMENT
+        assert error.value.problem.code == Problem.CODE_INVALID_ARGUMENT
     linear = torch.nn.Linear(2, 2)
     assert readable(open_source(linear, transport="shared_memory").table())[0].transport == "shared_memory"
 
@@ -238,7 +238,7 @@ def test_a_mapping_that_holds_something_else_is_noticed_by_name(
     for attempt in (source.check, source.seal):
         with pytest.raises(CkptEngineError, match="publish again") as noticed:
             attempt()
-        assert noticed.value.problem.code == Problem.FAILED_PRECONDITION
+        assert noticed.value.problem.code == Problem.CODE_FAILED_PRECONDITION
         assert list(noticed.value.problem.tensors) == [name]
     again = open_source(tensors)
     again.seal()

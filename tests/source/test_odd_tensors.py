@@ -148,7 +148,7 @@ def test_it_is_served_bit_for_bit(kind: str, given: str, wish: str) -> None:
 def test_it_is_refused_by_name(kind: str, given: str) -> None:
     with pytest.raises(CkptEngineError) as refused:
         open_source(held_by(given, REFUSED[kind]()))  # type: ignore[arg-type]
-    assert refused.value.problem.code == Problem.INVALID_ARGUMENT
+    assert refused.value.problem.code == Problem.CODE_INVALID_ARGUMENT
     assert list(refused.value.problem.tensors) == ["odd"]
     said = refused.value.problem.message
     assert "did you mean" not in said, "nobody has typed the dtype of a tensor"
@@ -165,7 +165,7 @@ def test_memory_that_was_taken_away_is_refused_and_noticed_by_name(given: str) -
     for attempt in (source.check, source.seal, lambda: open_source(held_by(given, tensor))):  # type: ignore[arg-type]
         with pytest.raises(CkptEngineError, match="bring it back") as gone:
             attempt()
-        assert gone.value.problem.code == Problem.FAILED_PRECONDITION
+        assert gone.value.problem.code == Problem.CODE_FAILED_PRECONDITION
         assert list(gone.value.problem.tensors) == ["odd"]
 
 
@@ -209,5 +209,5 @@ def test_values_that_are_read_otherwise_at_the_same_place_are_noticed(given: str
     for attempt in (source.check, source.seal):
         with pytest.raises(CkptEngineError, match="publish again") as noticed:
             attempt()
-        assert noticed.value.problem.code == Problem.FAILED_PRECONDITION
+        assert noticed.value.problem.code == Problem.CODE_FAILED_PRECONDITION
         assert list(noticed.value.problem.tensors) == ["odd"]

@@ -347,7 +347,7 @@ def test_a_write_to_memory_that_was_moved_out_of_is_refused_by_name() -> None:
     for _ in range(2):
         with pytest.raises(CkptEngineError, match="move=True") as refused:
             source.seal()
-        assert refused.value.problem.code == Problem.FAILED_PRECONDITION
+        assert refused.value.problem.code == Problem.CODE_FAILED_PRECONDITION
         assert list(refused.value.problem.tensors) == ["1.flag", "1.scale"]
         with pytest.raises(CkptEngineError, match="sealed nothing"):
             source.digest(whole_atoms(source.table()))
@@ -442,7 +442,7 @@ def test_moved_and_copied_tensors_are_offered_side_by_side() -> None:
 def test_moving_what_cannot_move_is_refused(weights: object, options: dict[str, object], words: str) -> None:
     with pytest.raises(CkptEngineError, match=words) as refused:
         opened(weights, **options)
-    assert refused.value.problem.code == Problem.INVALID_ARGUMENT
+    assert refused.value.problem.code == Problem.CODE_INVALID_ARGUMENT
 
 
 def test_nothing_moves_unasked() -> None:
@@ -462,7 +462,7 @@ def test_a_copy_that_was_forbidden_is_refused_with_the_reason() -> None:
     for weights in (model, {"weight": alias}):
         with pytest.raises(CkptEngineError, match="not published") as refused:
             open_source(weights, snapshot=False, move=True)
-        assert refused.value.problem.code == Problem.INVALID_ARGUMENT
+        assert refused.value.problem.code == Problem.CODE_INVALID_ARGUMENT
         assert list(refused.value.problem.tensors) == ["weight"]
         assert "snapshot=False" in refused.value.problem.message
     assert model.weight.data_ptr() == alias.data_ptr()

@@ -115,7 +115,7 @@ def test_a_walk_that_yields_something_else_is_refused_by_name(later: dict[str, t
     walks.tensors = later
     with pytest.raises(CkptEngineError, match=said) as refused:
         source.seal()
-    assert refused.value.problem.code == Problem.FAILED_PRECONDITION
+    assert refused.value.problem.code == Problem.CODE_FAILED_PRECONDITION
     assert not walks.merged
 
 

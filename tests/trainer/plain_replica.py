@@ -191,7 +191,7 @@ class PlainReplica:
         else:
             self._worker.state = manager_pb2.WORKER_STATE_DIRTY
             outcome.outcome = manager_pb2.OUTCOME_QUARANTINED
-            report.problem.code = weights_pb2.Problem.DATA_LOSS
+            report.problem.code = weights_pb2.Problem.CODE_DATA_LOSS
             report.problem.message = f"{len(wanted) - equal} tensors differ from what was sealed"
             outcome.problem.CopyFrom(report.problem)
         return outcome

@@ -22,7 +22,7 @@ from trainer_world import DEADLINES, manager_config
 
 from ckpt_engine import Client
 from ckpt_engine.channel import ManagerStub, problem_of
-from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.problems import CkptEngineError, code_of
 from ckpt_engine.manager.service import running_manager
 from ckpt_engine.publishing.publisher import Publisher, still_served
 from ckpt_engine.trainer import Trainer
@@ -152,7 +152,7 @@ def test_what_cannot_be_published_is_refused_before_anybody_is_asked(
         ("checkpoints/step_1", "INVALID_ARGUMENT", "absolute path"),
     ):
         problem = refusal(manager, directory)
-        assert (Code.Name(problem.code), words in problem.message) == (code, True), problem
+        assert (code_of(problem), words in problem.message) == (code, True), problem
     assert "the manager's host" in problem.message
     with grpc.insecure_channel(manager) as channel:
         assert ManagerStub(channel).GetStatus(manager_pb2.GetStatusRequest(), timeout=60).trainers == []
@@ -181,7 +181,7 @@ def test_a_file_that_is_exchanged_after_it_was_looked_at_is_not_published(
 def test_a_manager_without_roots_publishes_nothing(tmp_path: Path) -> None:
     with running_manager(manager_config(tmp_path / "other.sqlite3")) as address:
         problem = refusal(address, tmp_path)
-    assert Code.Name(problem.code) == "FAILED_PRECONDITION"
+    assert code_of(problem) == "FAILED_PRECONDITION"
     assert "--allow-directory ROOT" in problem.message
 
 
@@ -191,7 +191,7 @@ def test_the_next_directory_follows_and_a_late_replica_gets_it(
 ) -> None:
     one = replica("one")
     first = checkpoint(root / "first", 1.0)
-    one.prepare_problem = weights_pb2.Problem(code=Code.INVALID_ARGUMENT, message="b has another shape")
+    one.prepare_problem = weights_pb2.Problem(code=Code.CODE_INVALID_ARGUMENT, message="b has another shape")
     assert "b has another shape" in refusal(manager, first).message
     assert one.installs == []
     one.prepare_problem = None
@@ -210,7 +210,7 @@ def test_the_next_directory_follows_and_a_late_replica_gets_it(
     assert changed.identity.version == 2, "files that changed are another update"
     assert late.weights["b"].tolist() == [9.0] * 5
     refused = refusal(manager, first, version=1)
-    assert Code.Name(refused.code) == "FAILED_PRECONDITION"
+    assert code_of(refused) == "FAILED_PRECONDITION"
     assert "version 1 goes backwards" in refused.message
     assert one.identity == late.identity == changed.identity
     assert bring(manager, first, lineage="other").ok
@@ -263,7 +263,7 @@ def test_a_publisher_that_dies_is_said_and_the_next_call_starts_another(
 
     one.before_preparing = kill
     problem = refusal(manager, path, version=3)
-    assert Code.Name(problem.code) == "UNAVAILABLE"
+    assert code_of(problem) == "UNAVAILABLE"
     assert "was ended by SIGKILL" in problem.message
     assert bring(manager, path, version=3).ok
     assert one.weights["b"].tolist() == [3.0] * 5

@@ -145,7 +145,7 @@ def test_replicas_go_back_bit_for_bit_and_numbers_go_on_also_after_a_kill(
         again.start()
         with pytest.raises(CkptEngineError, match=r"the manager ended during update \d+ \(version 5") as raised:
             trainer.wait(5, timeout=60)
-        assert raised.value.problem.code == weights_pb2.Problem.ABORTED
+        assert raised.value.problem.code == weights_pb2.Problem.CODE_ABORTED
         go_on.set()
         assert ended.wait(60)
         again.join(60)
@@ -169,7 +169,7 @@ def test_refusals_name_what_is_held_and_touch_nothing(manager: str, replica: Sta
     assert unknown.exit_code == 1
     assert "nothing that is connected holds version 7: keeper one holds version 1 of lineage 'run'" in unknown.stderr
     said = json.loads(run("rollback", "--manager", manager, "--version", "1", "--replica", "x", "--json").stdout)
-    assert (said["ok"], said["problem"]["code"]) == (False, "NOT_FOUND")
+    assert (said["ok"], said["problem"]["code"]) == (False, "CODE_NOT_FOUND")
     there = json.loads(run("rollback", "--manager", manager, "--version", "1", "--json").stdout)
     assert (there["ok"], there["bytes"], there["replicas"][0]["outcome"]) == (True, "0", "OUTCOME_NEW_SERVING")
     assert len(plain.installs) == 1, "it serves that version already"

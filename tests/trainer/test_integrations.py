@@ -17,7 +17,7 @@ def test_a_version_that_a_replica_does_not_serve_raises_what_it_said(
     manager: str, replica: Callable[..., PlainReplica]
 ) -> None:
     good, bad = replica("good"), replica("hung")
-    bad.prepare_problem = Problem(code=Problem.DEADLINE_EXCEEDED, message="its engine does not answer")
+    bad.prepare_problem = Problem(code=Problem.CODE_DEADLINE_EXCEEDED, message="its engine does not answer")
     updates = RankUpdates(manager, replicas=2, lineage="run", timeout=60)
     with pytest.raises(CkptEngineError, match="call open"):
         updates.bring(1)
@@ -26,7 +26,7 @@ def test_a_version_that_a_replica_does_not_serve_raises_what_it_said(
         with pytest.raises(CkptEngineError, match="version 1 is not served by all replicas that must") as raised:
             updates.bring(1)
         problem = raised.value.problem
-        assert (problem.code, problem.replica) == (Problem.DEADLINE_EXCEEDED, "hung")
+        assert (problem.code, problem.replica) == (Problem.CODE_DEADLINE_EXCEEDED, "hung")
         assert "its engine does not answer" in problem.message
         assert updates.version is None
         assert good.identity is not None

@@ -14,7 +14,7 @@ from ckpt_engine.v1 import weights_pb2
 from tests.command_line import run
 
 StartReplica = Callable[..., PlainReplica]
-INVALID, PRECONDITION = weights_pb2.Problem.INVALID_ARGUMENT, weights_pb2.Problem.FAILED_PRECONDITION
+INVALID, PRECONDITION = weights_pb2.Problem.CODE_INVALID_ARGUMENT, weights_pb2.Problem.CODE_FAILED_PRECONDITION
 
 
 def a_trainer(address: str, pool: str, value: float) -> Trainer:

@@ -15,9 +15,8 @@ from plain_replica import PlainReplica
 from safetensors.torch import load_file
 
 from ckpt_engine import Reader, Trainer, pull
-from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.problems import CkptEngineError, code_of
 from ckpt_engine.reading import pulling, reader
-from ckpt_engine.v1.weights_pb2 import Problem
 from tests.cluster import eventually
 
 
@@ -41,7 +40,7 @@ def equal(found: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> b
 
 def refusal(error: pytest.ExceptionInfo[CkptEngineError]) -> tuple[str, str]:
     problem = error.value.problem
-    return Problem.Code.Name(problem.code), problem.message
+    return code_of(problem), problem.message
 
 
 def test_all_tensors_of_the_latest_version_are_read_and_written(

@@ -70,7 +70,7 @@ def test_who_brings_a_record_of_other_weights_is_told_and_read_by_nobody(
     late = replica("late")
     eventually("the liar is told", 90, lambda: any(told.problem is not None for told in liar.told))
     problem = next(told.problem for told in liar.told if told.problem is not None)
-    assert problem.code == weights_pb2.Problem.DATA_LOSS
+    assert problem.code == weights_pb2.Problem.CODE_DATA_LOSS
     assert "what keeper liar holds is left out: the record hashes to" in problem.message
     assert not late.installs
     hold(manager, "honest", identity, weights)

@@ -64,7 +64,7 @@ def test_a_refused_update_says_why(manager: str, reader: PlainReplica, tmp_path:
     assert not refused.stdout
     missing = run("update", "--manager", manager, "--checkpoint", str(tmp_path / "none"), "--json")
     assert missing.exit_code == 1
-    assert json.loads(missing.stdout)["problem"]["code"] == "NOT_FOUND"
+    assert json.loads(missing.stdout)["problem"]["code"] == "CODE_NOT_FOUND"
     assert json.loads(missing.stdout)["ok"] is False
     assert reader.installs == []
 

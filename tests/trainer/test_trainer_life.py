@@ -47,14 +47,14 @@ def test_importing_the_package_loads_neither_grpc_nor_torch() -> None:
 def test_ranks_must_be_in_the_world(rank: int, world_size: int) -> None:
     with pytest.raises(CkptEngineError, match="rank") as caught:
         Trainer(NOBODY, rank, world_size, "run")
-    assert code_of(caught) == Problem.INVALID_ARGUMENT
+    assert code_of(caught) == Problem.CODE_INVALID_ARGUMENT
 
 
 def test_bad_calls_say_what_is_wrong() -> None:
     with Trainer(NOBODY, lineage="run") as trainer:
         with pytest.raises(CkptEngineError, match="publish") as caught:
             trainer.update_weights(1)
-        assert code_of(caught) == Problem.FAILED_PRECONDITION
+        assert code_of(caught) == Problem.CODE_FAILED_PRECONDITION
         for seconds in (float("inf"), float("nan"), 1e308, -1.0):
             for call in (
                 partial(trainer.update_weights, 1),
@@ -65,11 +65,11 @@ def test_bad_calls_say_what_is_wrong() -> None:
             ):
                 with pytest.raises(CkptEngineError, match="cannot be waited for") as caught:
                     call(timeout=seconds)
-                assert code_of(caught) == Problem.INVALID_ARGUMENT
+                assert code_of(caught) == Problem.CODE_INVALID_ARGUMENT
         for weights, code in (
-            (torch.ones(3), Problem.INVALID_ARGUMENT),
-            ({"a": torch.ones(2, device="meta")}, Problem.INVALID_ARGUMENT),
-            ("/does/not/exist", Problem.NOT_FOUND),
+            (torch.ones(3), Problem.CODE_INVALID_ARGUMENT),
+            ({"a": torch.ones(2, device="meta")}, Problem.CODE_INVALID_ARGUMENT),
+            ("/does/not/exist", Problem.CODE_NOT_FOUND),
         ):
             with pytest.raises(CkptEngineError) as caught:
                 trainer.publish(weights)
@@ -84,10 +84,10 @@ def test_a_manager_that_is_not_there_is_named() -> None:
         eventually("it knows why it has no session", 60, lambda: trainer._background._lost)
         with pytest.raises(CkptEngineError, match=r"127\.0\.0\.1:1: nothing listens there") as caught:
             trainer.update_weights(timeout=1.0)
-        assert code_of(caught) == Problem.UNAVAILABLE
+        assert code_of(caught) == Problem.CODE_UNAVAILABLE
         with pytest.raises(CkptEngineError, match="0 of 1 replicas") as caught:
             trainer.wait_for_replicas(timeout=0.5)
-        assert code_of(caught) == Problem.DEADLINE_EXCEEDED
+        assert code_of(caught) == Problem.CODE_DEADLINE_EXCEEDED
 
 
 def test_closing_says_goodbye_and_frees_shared_memory(manager: str) -> None:
@@ -131,7 +131,7 @@ def test_a_rank_that_is_taken_is_refused_for_good(manager: str) -> None:
             for _ in range(2):
                 with pytest.raises(CkptEngineError) as caught:
                     second.update_weights(timeout=60)
-                assert code_of(caught) in (Problem.ABORTED, Problem.FAILED_PRECONDITION)
+                assert code_of(caught) in (Problem.CODE_ABORTED, Problem.CODE_FAILED_PRECONDITION)
                 assert "rank 0" in caught.value.problem.message
 
 
@@ -149,7 +149,7 @@ def test_a_trainer_whose_machine_fails_says_so_at_once(manager: str, monkeypatch
         trainer.publish({"a": torch.ones(3)})
         with pytest.raises(CkptEngineError, match="a defect of ours") as caught:
             trainer.update_weights()
-        assert code_of(caught) == Problem.INTERNAL
+        assert code_of(caught) == Problem.CODE_INTERNAL
 
 
 def test_a_call_waits_for_no_machine_that_raised(manager: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_a_call_waits_for_no_machine_that_raised(manager: str, monkeypatch: pyte
         for _ in range(2):
             with pytest.raises(CkptEngineError, match="the trainer failed on TimerFired") as caught:
                 trainer.update_weights()
-            assert code_of(caught) == Problem.INTERNAL
+            assert code_of(caught) == Problem.CODE_INTERNAL
         timer.join()
         gone = lambda: not trainer._background.status().trainers[0].connected  # noqa: E731
         eventually("the manager has heard that its stream ended", 60, gone)
@@ -214,7 +214,7 @@ def test_a_manager_that_comes_later_and_one_that_is_restarted(tmp_path: Path) ->
             eventually("it knows that its session has ended", 60, lambda: trainer._background._lost)
             with pytest.raises(CkptEngineError) as caught:
                 trainer.update_weights(timeout=0.5)
-            assert code_of(caught) == Problem.UNAVAILABLE
+            assert code_of(caught) == Problem.CODE_UNAVAILABLE
             weights["a"].add_(1)
             with running_manager(config):
                 trainer.wait_for_replicas(timeout=60)
@@ -252,7 +252,7 @@ def test_a_manager_that_ends_during_an_update_ends_the_call(tmp_path: Path) -> N
             stopping.start()
             with pytest.raises(CkptEngineError) as caught:
                 trainer.update_weights(timeout=60)
-            assert code_of(caught) == Problem.UNAVAILABLE
+            assert code_of(caught) == Problem.CODE_UNAVAILABLE
             stopping.join(60)
             go_on.set()
             with running_manager(config):

@@ -194,7 +194,7 @@ def test_changing_weights_while_they_are_copied_is_found_out(manager: str, repli
         finally:
             ending.set()
             writer.join()
-        assert caught.value.problem.code == Problem.FAILED_PRECONDITION
+        assert caught.value.problem.code == Problem.CODE_FAILED_PRECONDITION
         assert list(caught.value.problem.tensors) == ["a"]
         assert update(trainer).ok
         assert holds(reader, weights)
@@ -208,7 +208,7 @@ def test_moved_weights_are_refused_by_name(manager: str, replica: StartReplica) 
         net[1].weight.data = net[1].weight.data.clone()
         with pytest.raises(CkptEngineError) as caught:
             trainer.update_weights(timeout=60)
-        assert caught.value.problem.code == Problem.FAILED_PRECONDITION
+        assert caught.value.problem.code == Problem.CODE_FAILED_PRECONDITION
         assert list(caught.value.problem.tensors) == ["1.weight"]
         assert list(caught.value.problem.ranks) == [0]
         assert len(reader.installs) == 1
@@ -218,7 +218,7 @@ def test_moved_weights_are_refused_by_name(manager: str, replica: StartReplica) 
 
 def test_a_replica_that_cannot_take_the_model_refuses_the_update(manager: str, replica: StartReplica) -> None:
     reader = replica()
-    reader.prepare_problem = Problem(code=Problem.INVALID_ARGUMENT, message="no such parameter", tensors=["a"])
+    reader.prepare_problem = Problem(code=Problem.CODE_INVALID_ARGUMENT, message="no such parameter", tensors=["a"])
     with a_trainer(manager) as trainer:
         trainer.publish({"a": torch.ones(3)})
         with pytest.raises(CkptEngineError, match="no such parameter") as caught:
@@ -234,12 +234,12 @@ def test_too_few_replicas_refuse_the_update(manager: str, replica: StartReplica)
         trainer.publish({"a": torch.ones(3)})
         with pytest.raises(CkptEngineError) as caught:
             trainer.update_weights(timeout=60)
-        assert caught.value.problem.code == Problem.FAILED_PRECONDITION
+        assert caught.value.problem.code == Problem.CODE_FAILED_PRECONDITION
         replica()
         assert update(trainer).ok
         with pytest.raises(CkptEngineError) as caught:
             trainer.update_weights(min_replicas=2, timeout=60)
-        assert caught.value.problem.code == Problem.FAILED_PRECONDITION
+        assert caught.value.problem.code == Problem.CODE_FAILED_PRECONDITION
 
 
 def test_going_back_is_refused(manager: str, replica: StartReplica) -> None:
@@ -252,7 +252,7 @@ def test_going_back_is_refused(manager: str, replica: StartReplica) -> None:
         for version in (4, 5):
             with pytest.raises(CkptEngineError, match="lineage") as caught:
                 trainer.update_weights(version, timeout=60)
-            assert caught.value.problem.code == Problem.FAILED_PRECONDITION
+            assert caught.value.problem.code == Problem.CODE_FAILED_PRECONDITION
         assert update(trainer, 6).ok
 
 

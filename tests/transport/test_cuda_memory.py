@@ -107,7 +107,7 @@ def test_a_driver_that_contradicts_itself_is_refused() -> None:
 def test_a_region_that_is_no_gpu_memory_is_refused(region: Region, words: str) -> None:
     with pytest.raises(CkptEngineError, match=words) as refused:
         Imported(Driver(None), 0, region)
-    assert refused.value.problem.code == Problem.INVALID_ARGUMENT
+    assert refused.value.problem.code == Problem.CODE_INVALID_ARGUMENT
 
 
 def test_sizes_of_parts_must_add_up_to_the_region() -> None:
@@ -132,4 +132,4 @@ def test_a_missing_driver_is_a_reason() -> None:
 def test_a_worker_without_a_gpu_says_so() -> None:
     with pytest.raises(CkptEngineError, match="uses no GPU") as refused:
         CudaIpcTransport().open([Region(id=1, transport="cuda_ipc", size=64)])
-    assert refused.value.problem.code == Problem.UNAVAILABLE
+    assert refused.value.problem.code == Problem.CODE_UNAVAILABLE

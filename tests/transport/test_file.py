@@ -42,7 +42,7 @@ def test_a_changed_file_is_refused_before_the_next_update(path: Path) -> None:
     for attempt in (opened.check, lambda: transport.open([region]), lambda: FileTransport().open([region])):
         with pytest.raises(CkptEngineError, match="changed since it was published") as refused:
             attempt()
-        assert refused.value.problem.code == Problem.DATA_LOSS
+        assert refused.value.problem.code == Problem.CODE_DATA_LOSS
 
 
 def test_a_replaced_file_is_refused_and_the_old_one_stays_mapped(path: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_replaced_file_is_refused_and_the_old_one_stays_mapped(path: Path) -> 
     other.rename(path)
     with pytest.raises(CkptEngineError) as refused:
         opened.check()
-    assert refused.value.problem.code == Problem.DATA_LOSS
+    assert refused.value.problem.code == Problem.CODE_DATA_LOSS
     assert opened.view(region, 99, (1,), (1,), "uint8").item() == 99
 
 
@@ -62,16 +62,16 @@ def test_a_file_that_is_gone_or_short_is_refused(path: Path) -> None:
     beyond = Region(id=1, transport="file", size=20001, locator=region.locator)
     with pytest.raises(CkptEngineError) as short:
         FileTransport().open([beyond])
-    assert short.value.problem.code == Problem.DATA_LOSS
+    assert short.value.problem.code == Problem.CODE_DATA_LOSS
     path.unlink()
     with pytest.raises(CkptEngineError) as gone:
         FileTransport().open([region])
-    assert gone.value.problem.code == Problem.UNAVAILABLE
+    assert gone.value.problem.code == Problem.CODE_UNAVAILABLE
     with pytest.raises(CkptEngineError):
         file_region(0, str(path), 0, 100)
     with pytest.raises(CkptEngineError) as foreign:
         FileTransport().open([Region(id=1, transport="shared_memory", size=1)])
-    assert foreign.value.problem.code == Problem.INVALID_ARGUMENT
+    assert foreign.value.problem.code == Problem.CODE_INVALID_ARGUMENT
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_host_that_is_told_whole_seconds_finds_the_same_file(path: Path, other
         return
     with pytest.raises(CkptEngineError, match="is another file") as refused:
         FileTransport().open([region])
-    assert refused.value.problem.code == Problem.DATA_LOSS
+    assert refused.value.problem.code == Problem.CODE_DATA_LOSS
 
 
 def test_who_does_not_have_the_directory_is_told_which_and_where(path: Path) -> None:
@@ -101,4 +101,4 @@ def test_who_does_not_have_the_directory_is_told_which_and_where(path: Path) -> 
     words = f"cannot read {path} on host {socket.gethostname()}: No such file.* under the same path"
     with pytest.raises(CkptEngineError, match=words) as refused:
         FileTransport().open([region])
-    assert refused.value.problem.code == Problem.UNAVAILABLE
+    assert refused.value.problem.code == Problem.CODE_UNAVAILABLE

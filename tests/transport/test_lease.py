@@ -121,10 +121,10 @@ def test_what_cannot_be_handed_out_says_why() -> None:
         name = owner.ask(open=3)
         with pytest.raises(CkptEngineError, match="another number") as caught:
             [os.close(descriptor) for descriptor in fetch_descriptors(name, 0, 4)]
-        assert caught.value.problem.code == Problem.DATA_LOSS
+        assert caught.value.problem.code == Problem.CODE_DATA_LOSS
         with pytest.raises(CkptEngineError, match="no descriptors") as caught:
             next(fetch_descriptors(owner.ask(open=0), 0, 1))
-        assert caught.value.problem.code == Problem.UNAVAILABLE
+        assert caught.value.problem.code == Problem.CODE_UNAVAILABLE
 
 
 def descriptors() -> int:

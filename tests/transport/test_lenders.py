@@ -72,7 +72,7 @@ def test_each_refuses_memory_that_is_not_of_its_kind(tmp_path: Path) -> None:
     for lender, memory in ((SharedMemoryLender(), FileMemory("/x", 0, 1)), (FileLender(), arena.lendable())):
         with pytest.raises(CkptEngineError) as caught:
             lender.offer(0, memory)
-        assert caught.value.problem.code == Problem.UNAVAILABLE
+        assert caught.value.problem.code == Problem.CODE_UNAVAILABLE
     arena.close()
 
 

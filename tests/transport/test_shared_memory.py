@@ -131,7 +131,7 @@ def test_a_move_that_does_not_fit_is_refused_before_anything_is_written(
     opened = SharedMemoryTransport().open([region])
     with pytest.raises(CkptEngineError) as refused:
         opened.prepare([Move(region, offset, shape, stride, dtype, destination)])
-    assert refused.value.problem.code == Problem.INVALID_ARGUMENT
+    assert refused.value.problem.code == Problem.CODE_INVALID_ARGUMENT
     assert not destination.any()
 
 
@@ -178,7 +178,7 @@ def test_who_is_gone_or_not_the_owner_is_told_apart_from_damage() -> None:
     closed = filled(64)
     region = closed.region(0)
     closed.close()
-    assert problem_of(region).code == Problem.UNAVAILABLE
+    assert problem_of(region).code == Problem.CODE_UNAVAILABLE
     assert "publish again" in problem_of(region).message
 
     arena, other = filled(64), filled(64)
@@ -186,13 +186,13 @@ def test_who_is_gone_or_not_the_owner_is_told_apart_from_damage() -> None:
     locator = SharedMemoryLocator.FromString(region.locator)
     locator.descriptor = SharedMemoryLocator.FromString(other.region(0).locator).descriptor
     stranger = Region(id=0, transport="shared_memory", size=64, locator=locator.SerializeToString())
-    assert problem_of(stranger).code == Problem.UNAVAILABLE
+    assert problem_of(stranger).code == Problem.CODE_UNAVAILABLE
     assert "inode" in problem_of(stranger).message
 
     longer = Region(id=0, transport="shared_memory", size=65, locator=region.locator)
-    assert problem_of(longer).code == Problem.DATA_LOSS
+    assert problem_of(longer).code == Problem.CODE_DATA_LOSS
     foreign = Region(id=0, transport="file", size=64, locator=region.locator)
-    assert problem_of(foreign).code == Problem.INVALID_ARGUMENT
+    assert problem_of(foreign).code == Problem.CODE_INVALID_ARGUMENT
 
 
 def test_a_pipe_under_a_reused_descriptor_is_not_opened() -> None:
@@ -225,7 +225,7 @@ def test_nothing_is_left_when_the_owner_is_killed() -> None:
         assert destination.all()
         with pytest.raises(CkptEngineError) as refused:
             SharedMemoryTransport().open([region])
-        assert refused.value.problem.code == Problem.UNAVAILABLE
+        assert refused.value.problem.code == Problem.CODE_UNAVAILABLE
         opened.close()
         del prepared
         assert holders(region) == []
@@ -316,7 +316,7 @@ def test_no_room_is_an_error_before_anything_is_taken(monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("memory was reserved"))
     with pytest.raises(CkptEngineError, match="no room") as refused:
         SharedArena(memory_room() + (8 << 30))
-    assert refused.value.problem.code == Problem.UNAVAILABLE
+    assert refused.value.problem.code == Problem.CODE_UNAVAILABLE
     with pytest.raises(CkptEngineError):
         SharedArena(0)
 

@@ -226,7 +226,7 @@ class ReplicaActor:
         return found.engine.url.rstrip("/"), ""
 
     def _refusal(self, status: int, text: str) -> CkptEngineError:
-        code = Problem.INTERNAL if status >= 500 else Problem.INVALID_ARGUMENT
+        code = Problem.CODE_INTERNAL if status >= 500 else Problem.CODE_INVALID_ARGUMENT
         return error(code, f"replica {self._name} answers {status}: {text[:500]}", replica=self._name)
 
     async def _model_name(self, url: str) -> str:
@@ -250,10 +250,10 @@ async def _events(response: httpx.Response, leg: _Leg) -> None:
             event = load_json(text)
         except ValueError as parse_error:
             raise error(
-                Problem.INTERNAL, f"the replica's event is not JSON ({parse_error}): {text[:80]!r}"
+                Problem.CODE_INTERNAL, f"the replica's event is not JSON ({parse_error}): {text[:80]!r}"
             ) from parse_error
         if "error" in event:
-            raise error(Problem.INTERNAL, f"the replica broke off: {event['error']}")
+            raise error(Problem.CODE_INTERNAL, f"the replica broke off: {event['error']}")
         for choice in event.get("choices", ()):
             leg.tokens += choice.get("token_ids") or ()
             leg.logprobs += (choice.get("logprobs") or {}).get("token_logprobs") or ()

@@ -137,7 +137,7 @@ class EngineCheck:
                     self._pause(now)
                     return False
                 if why := failure(self._scores):
-                    self._fail(Problem.INVALID_ARGUMENT, why)
+                    self._fail(Problem.CODE_INVALID_ARGUMENT, why)
                     return True
                 self._passed(f"checked here in {now - self._began:.1f} s")
                 self._run("keep check", KeepCheck(self._key))
@@ -162,7 +162,7 @@ class EngineCheck:
             self._fail(first.code, f"{how} did not load the check's weights: {first.message}")
         elif missing:
             message = done.problem.message if done.problem is not None else f"workers {missing} did not answer"
-            self._fail(Problem.UNAVAILABLE, message)
+            self._fail(Problem.CODE_UNAVAILABLE, message)
 
     def _passed(self, how: str) -> None:
         self._replica.checked = True

@@ -144,7 +144,7 @@ class Installing(LabellingOperation):
         if done.problem is not None:
             self._fail(done.problem)
         elif self._remaining(now) <= 0:
-            self._fail(self._issue(Problem.DEADLINE_EXCEEDED, "fetching the plan took all the time there was"))
+            self._fail(self._issue(Problem.CODE_DEADLINE_EXCEEDED, "fetching the plan took all the time there was"))
         if self._going_back:
             self.run("not ready", ReadWords())  # a worker may have died meanwhile
             return
@@ -206,7 +206,7 @@ class Installing(LabellingOperation):
     def _wake_marked(self, done: Done, now: float) -> None:
         self._take_mark(done)
         if self._remaining(now) <= 0:
-            self._fail(self._issue(Problem.DEADLINE_EXCEEDED, "waking the engine took all the time there was"))
+            self._fail(self._issue(Problem.CODE_DEADLINE_EXCEEDED, "waking the engine took all the time there was"))
         if self._going_back:
             self.run("judge", ReadWords())
         else:
@@ -233,7 +233,9 @@ class Installing(LabellingOperation):
         else:
             self.replica.paused = True
             if self._remaining(now) <= 0:
-                self._fail(self._issue(Problem.DEADLINE_EXCEEDED, "pausing the engine took all the time there was"))
+                self._fail(
+                    self._issue(Problem.CODE_DEADLINE_EXCEEDED, "pausing the engine took all the time there was")
+                )
         if self._calls_back(now):
             self.run("install", InstallEngine(0, self._remaining(now)))
             return
@@ -262,7 +264,7 @@ class Installing(LabellingOperation):
             self._enter(manager_pb2.STAGE_RESUME, now)
             self._resume(now)
         elif self.replica.untouched() and self.replica.words.open:
-            self._fail(self._issue(Problem.INTERNAL, "the engine ended its install, but no worker has installed"))
+            self._fail(self._issue(Problem.CODE_INTERNAL, "the engine ended its install, but no worker has installed"))
             self._enter(manager_pb2.STAGE_RESUME, now)
             self._resume(now)
         else:
@@ -327,7 +329,7 @@ class Installing(LabellingOperation):
         The running step ends first. The step that makes workers ready is stopped at once: it writes nothing, and a
         stopped worker would never answer."""
         if not self.replica.ordered(self.fence.epoch) and not self._account.reports and not self._going_back:
-            self._fail(self._issue(Problem.ABORTED, f"abandoned: {reason}"))
+            self._fail(self._issue(Problem.CODE_ABORTED, f"abandoned: {reason}"))
             self._giving_orders = False
             if self._readying.stop() or self._awaits_brought:
                 self._awaits_brought = False
@@ -382,7 +384,7 @@ class Installing(LabellingOperation):
     def engine_exited(self, reason: str, now: float) -> None:
         """Quarantines: workers, weights and page ended with the engine."""
         self._holding = False
-        self._fail(self._issue(Problem.UNAVAILABLE, f"the engine ended during the install: {reason}"))
+        self._fail(self._issue(Problem.CODE_UNAVAILABLE, f"the engine ended during the install: {reason}"))
         self._quarantine(reason, now)
 
     # -- the end
@@ -404,13 +406,13 @@ class Installing(LabellingOperation):
         if self._all_new():
             self._conclude(manager_pb2.OUTCOME_NEW_SERVING, now)
         elif self.replica.words.open and self.replica.untouched():
-            self._fail(self._issue(Problem.INTERNAL, "the workers hold another version than the one installed"))
+            self._fail(self._issue(Problem.CODE_INTERNAL, "the workers hold another version than the one installed"))
             self._conclude(manager_pb2.OUTCOME_OLD_SERVING, now)
         else:
             self._quarantine(self.replica.closed_reason(), now)
 
     def _quarantine(self, reason: str, now: float) -> None:
-        self._fail(self._issue(Problem.INTERNAL, f"closed: {reason}"))
+        self._fail(self._issue(Problem.CODE_INTERNAL, f"closed: {reason}"))
         if self._holding:
             self.run("close", self.replica.hold(self.fence.epoch, 0.0, closed=self.replica.words.open))
         else:

@@ -92,12 +92,12 @@ class Preparing(Operation):
 
     def engine_exited(self, reason: str, now: float) -> None:
         """Answers that there is no engine to record with."""
-        self._answer(self.replica.problem(Problem.UNAVAILABLE, f"the engine ended: {reason}"))
+        self._answer(self.replica.problem(Problem.CODE_UNAVAILABLE, f"the engine ended: {reason}"))
 
     def _look(self, now: float) -> None:
         replica = self.replica
         if replica.engine is None:
-            self._answer(replica.problem(Problem.UNAVAILABLE, f"no engine: {replica.engine_reason}"))
+            self._answer(replica.problem(Problem.CODE_UNAVAILABLE, f"no engine: {replica.engine_reason}"))
             return
         boots = {status.rank: status.boot_id for status in replica.words.workers}
         ranks = range(replica.engine.world_size)
@@ -132,18 +132,19 @@ class Preparing(Operation):
                 replica_problem.kept.update(problem.kept)
             self._answer(replica_problem)
         elif other:
-            self._answer(self.replica.problem(Problem.FAILED_PRECONDITION, other))
+            self._answer(self.replica.problem(Problem.CODE_FAILED_PRECONDITION, other))
         elif unknown:
             message = (
                 f"the engine says that it has {engine.world_size} workers, but workers {unknown} recorded its loader"
             )
-            self._answer(self.replica.problem(Problem.INTERNAL, message))
+            self._answer(self.replica.problem(Problem.CODE_INTERNAL, message))
         elif missing and done.problem is not None:
             self._answer(done.problem)
         elif missing:
             self._answer(
                 self.replica.problem(
-                    Problem.INTERNAL, f"the engine says that it recorded its loader, but workers {missing} told nothing"
+                    Problem.CODE_INTERNAL,
+                    f"the engine says that it recorded its loader, but workers {missing} told nothing",
                 )
             )
         else:

@@ -34,7 +34,7 @@ def steps_around(
     """The steps of an install around an engine that may sleep, or why it cannot begin. remaining: seconds for it."""
     engine = replica.engine
     if engine is None:
-        return replica.problem(Problem.UNAVAILABLE, f"no engine to install into: {replica.engine_reason}")
+        return replica.problem(Problem.CODE_UNAVAILABLE, f"no engine to install into: {replica.engine_reason}")
     try:
         # The manager asks this too, but of the engine that was there when the update began.
         check_pause_mode(replica.name, engine.engine, install.pause_mode)
@@ -44,11 +44,11 @@ def steps_around(
     ranks = sorted(worker.rank for worker in install.workers)
     if ranks != list(range(engine.world_size)):
         return replica.problem(
-            Problem.FAILED_PRECONDITION,
+            Problem.CODE_FAILED_PRECONDITION,
             f"the plan is for workers {ranks}, but the engine has workers 0 to {engine.world_size - 1}",
         )
     if remaining <= 0:
-        return replica.problem(Problem.DEADLINE_EXCEEDED, "the agent was late: there was no time left to begin")
+        return replica.problem(Problem.CODE_DEADLINE_EXCEEDED, "the agent was late: there was no time left to begin")
     return steps
 
 
@@ -192,10 +192,10 @@ class Readying:
             message = (
                 f"worker {silent[0]} has told nothing for {SILENCE_SECONDS:g} s of what it brings into stage memory"
             )
-            return self._replica.problem(Problem.UNAVAILABLE, message)
+            return self._replica.problem(Problem.CODE_UNAVAILABLE, message)
         if remaining <= 0:
             message = "getting the workers ready took all the time there was"
-            return self._replica.problem(Problem.DEADLINE_EXCEEDED, message)
+            return self._replica.problem(Problem.CODE_DEADLINE_EXCEEDED, message)
         return None
 
     def ended(self, done: Done, now: float, remaining: float) -> Problem | None:
@@ -212,5 +212,5 @@ class Readying:
             return done.problem
         if missing:
             message = f"the engine says that it made its workers ready, but workers {missing} are not"
-            return self._replica.problem(Problem.INTERNAL, message)
+            return self._replica.problem(Problem.CODE_INTERNAL, message)
         return self.problem(now, remaining)

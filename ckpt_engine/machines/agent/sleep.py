@@ -78,12 +78,12 @@ class SleepingOrWaking(Operation):
 
     def engine_exited(self, reason: str, now: float) -> None:
         """Answers that there is no engine to put to sleep or to wake."""
-        self._answer(self.replica.problem(Problem.UNAVAILABLE, f"the engine ended: {reason}"))
+        self._answer(self.replica.problem(Problem.CODE_UNAVAILABLE, f"the engine ended: {reason}"))
 
     def _plan(self, now: float) -> None:
         command, replica = self._command, self.replica
         if replica.engine is None:
-            self._answer(replica.problem(Problem.UNAVAILABLE, f"no engine: {replica.engine_reason}"))
+            self._answer(replica.problem(Problem.CODE_UNAVAILABLE, f"no engine: {replica.engine_reason}"))
             return
         try:
             if command.wake:
@@ -137,7 +137,7 @@ class SleepingOrWaking(Operation):
         clean_ranks = [status.rank for status in self.replica.words.workers if status.state == CLEAN]
         if clean_ranks:
             self._problem = self.replica.problem(
-                Problem.INTERNAL,
+                Problem.CODE_INTERNAL,
                 f"workers {clean_ranks} still call their weights clean: nothing was discarded, and the replica stays "
                 "awake",
             )

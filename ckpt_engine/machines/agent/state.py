@@ -281,7 +281,7 @@ def acknowledged() -> worker_pb2.AgentReply:
 def no_order(replica: AgentReplica) -> worker_pb2.AgentReply:
     """The answer to a worker that asks for an order when there is none."""
     message = "no such order now: its update is over, or none was asked for"
-    return refusal(replica.problem(weights_pb2.Problem.ABORTED, message))
+    return refusal(replica.problem(weights_pb2.Problem.CODE_ABORTED, message))
 
 
 def refusal(problem: weights_pb2.Problem) -> worker_pb2.AgentReply:

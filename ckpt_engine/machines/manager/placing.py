@@ -42,7 +42,7 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem
 
-FINAL = frozenset({Problem.FAILED_PRECONDITION, Problem.INVALID_ARGUMENT})
+FINAL = frozenset({Problem.CODE_FAILED_PRECONDITION, Problem.CODE_INVALID_ARGUMENT})
 """Problems that another try does not solve: no memory, needs that do not fit."""
 
 Process = tuple[str, str]
@@ -578,11 +578,11 @@ def _shortfall(filling: PlacedFilling, holders: Mapping[str, Holder]) -> Problem
         code, count = answer.missing[0].code, answer.missing_cells
         pieces = f"{count} piece{'s' * (count != 1)} of the version"
         words.append(f"{filling.relay} lacks {pieces}: {answer.missing[0].message}")
-        is_cut_off = code in (Problem.DEADLINE_EXCEEDED, Problem.UNAVAILABLE, Problem.NOT_FOUND)
+        is_cut_off = code in (Problem.CODE_DEADLINE_EXCEEDED, Problem.CODE_UNAVAILABLE, Problem.CODE_NOT_FOUND)
     elif filling.exclusion is not None:
         code, message = filling.exclusion.code, filling.exclusion.message
         words.append(message if filling.relay in message else f"{filling.relay}: {message}")
-        is_cut_off = code == Problem.DEADLINE_EXCEEDED
+        is_cut_off = code == Problem.CODE_DEADLINE_EXCEEDED
     else:
         return None
     origins = [f"{name} at {holders[name].host.address}" for name in filling.placement.origins if name in holders]

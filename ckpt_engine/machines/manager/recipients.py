@@ -19,7 +19,9 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem
 
-HEALTH = frozenset({Problem.UNAVAILABLE, Problem.DEADLINE_EXCEEDED, Problem.ABORTED, Problem.INTERNAL})
+HEALTH = frozenset(
+    {Problem.CODE_UNAVAILABLE, Problem.CODE_DEADLINE_EXCEEDED, Problem.CODE_ABORTED, Problem.CODE_INTERNAL}
+)
 """Problems of a prepare that concern a replica's health. All others say that it is unfit: its engine cannot load what
 is published. If no replica can, what is published is wrong, and the update is refused."""
 
@@ -160,7 +162,9 @@ class Recipients:
         elif body.problem.code in HEALTH:
             self.leave_out(replica.name, body.problem)
         else:
-            manifest = self._goal.published.manifest.digest if body.problem.code == Problem.INVALID_ARGUMENT else b""
+            manifest = (
+                self._goal.published.manifest.digest if body.problem.code == Problem.CODE_INVALID_ARGUMENT else b""
+            )
             problem = body.problem
             if not problem.kept:  # its dtypes fit
                 lineage = self._goal.lineage
@@ -179,7 +183,7 @@ class Recipients:
     def prepare_again(self, problem: Problem | None) -> bool:
         """Has replicas store what they recorded again if planning failed since this manager lacks a blob. Returns
         whether it does so, only once. A hello may name blobs that its sender stored with a manager that just died."""
-        if problem is None or problem.code != Problem.NOT_FOUND or self._asked_twice:
+        if problem is None or problem.code != Problem.CODE_NOT_FOUND or self._asked_twice:
             return False
         self._asked_twice = True
         for name in self.prepared():

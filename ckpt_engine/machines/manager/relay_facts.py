@@ -72,7 +72,7 @@ def led_by_lost_relays(
     lost = lost_relays(course.state, recipients)
     return {
         name: led_by(missing_relays(course.state, lost[name]), problem)
-        if lost.get(name) and name not in near and problem.code == Problem.FAILED_PRECONDITION
+        if lost.get(name) and name not in near and problem.code == Problem.CODE_FAILED_PRECONDITION
         else problem
         for name, problem in unfit.items()
     }

@@ -305,7 +305,7 @@ class InstallJob(Job):
         state.versions.begin(identity, self.fence.epoch, course.goal, self.version.record)
         if course.cut:
             for name in self._recipients.waiting_for():
-                self._recipients.leave_out(name, Problem(code=Problem.ABORTED, message=course.cut))
+                self._recipients.leave_out(name, Problem(code=Problem.CODE_ABORTED, message=course.cut))
         self.parts.absences.begin(self._recipients.waiting_for(), now)
         self._collective.begin(self.fence)
         course.begin(Phase.INSTALLING, course.goal.end - now, now)
@@ -529,7 +529,7 @@ class Update:
         """Ends as soon as that is safe, since something more important waits. Only for attempts."""
         self.course.cut = reason
         if self.course.refusable:
-            self._refuse(Problem(code=Problem.ABORTED, message=reason))
+            self._refuse(Problem(code=Problem.CODE_ABORTED, message=reason))
         elif isinstance(self._job, InstallJob):
             self._job.ask_back(reason)
 

@@ -226,7 +226,7 @@ class LeaderMachine:
     def _take_message(self, event: FollowerMessage, now: float) -> None:
         message, rank = event.message, event.message.node_rank
         if refused := self._refusal(message, now):
-            problem = weights_pb2.Problem(code=weights_pb2.Problem.FAILED_PRECONDITION, message=refused)
+            problem = weights_pb2.Problem(code=weights_pb2.Problem.CODE_FAILED_PRECONDITION, message=refused)
             self._out.append(Send(event.peer, worker_pb2.NodeCommand(session_id=self._session, refused=problem)))
             return
         node = self._nodes.get(rank)

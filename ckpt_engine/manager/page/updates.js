@@ -95,7 +95,7 @@ function refusedRow(refused) {
     make("div", { class: "line" },
       make("strong", { class: "name" }, refused.version === undefined ? "the next version" : `version ${refused.version}`),
       make("small", { class: "soft" }, named(refused.lineage)), when,
-      make("span", { class: "badge refused" }, String(refused.problem.code).replaceAll("_", " ").toLowerCase())),
+      make("span", { class: "badge refused" }, String(refused.problem.code).replace("CODE_", "").replaceAll("_", " ").toLowerCase())),
     make("p", {}, refused.problem.message), where ? make("p", { class: "soft" }, where) : null);
   return { element, update: (_, overview) => say(when, ago(refused.time, overview.now)) };
 }

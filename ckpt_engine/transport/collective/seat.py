@@ -260,7 +260,7 @@ class Seat:
 
     def _missing(self, schedule: Schedule | None, error: Exception) -> list[str]:
         """The absent members, if joining failed because of them."""
-        timed_out = isinstance(error, CkptEngineError) and error.problem.code == Problem.DEADLINE_EXCEEDED
+        timed_out = isinstance(error, CkptEngineError) and error.problem.code == Problem.CODE_DEADLINE_EXCEEDED
         if schedule is None or self._attendance is None or not timed_out:
             return []
         try:

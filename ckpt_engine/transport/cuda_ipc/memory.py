@@ -23,8 +23,8 @@ from ckpt_engine.v1.weights_pb2 import CudaIpcLocator, Region
 Kind = CudaIpcLocator.Kind
 NOT_SHAREABLE, LEGACY, PIECES = (
     CudaIpcLocator.KIND_UNSPECIFIED,
-    CudaIpcLocator.LEGACY,
-    CudaIpcLocator.PIECES,
+    CudaIpcLocator.KIND_LEGACY,
+    CudaIpcLocator.KIND_PIECES,
 )
 
 Look = Callable[[int], tuple[Allocation, Kind]]

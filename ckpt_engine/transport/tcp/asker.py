@@ -133,7 +133,7 @@ class TcpAsker:
         try:
             self._socket = _connect(read_locator(region), owner, name, until)
         except CkptEngineError as error:
-            if error.problem.code == Problem.DEADLINE_EXCEEDED and until < stop_at:
+            if error.problem.code == Problem.CODE_DEADLINE_EXCEEDED and until < stop_at:
                 _unreached[region.locator] = time.monotonic() + UNREACHED_SECONDS
             raise
         tune(self._socket, SILENCE_SECONDS)
