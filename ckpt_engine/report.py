@@ -482,6 +482,9 @@ class UpdateReport:
 _SHOWN = 3
 """Replicas that the two lines name at most."""
 
+_CHARACTERS = 500
+"""Of one replica's problem that the two lines show."""
+
 _OUTCOMES = {
     "old_serving": "serves what it did before",
     "quarantined": "quarantined",
@@ -532,6 +535,7 @@ def _exceptions(report: UpdateReport) -> str:
     unserved = [replica for replica in report.replicas if not (replica.ok or (report.dry_run and not replica.problem))]
     lines = [f"{each.name}: {_outcome_text(each)}" for each in unserved[:_SHOWN]]
     hidden = len(unserved) - len(lines)
+    cut = any(_one_line(each.problem) != _short(each.problem) for each in unserved[:_SHOWN])
     parts = ["; ".join([f"{len(unserved)} do not: {lines[0]}" if hidden else lines[0], *lines[1:]])] if lines else []
     if hidden:
         parts.append(f"and {hidden} more")
@@ -541,14 +545,14 @@ def _exceptions(report: UpdateReport) -> str:
     remarks = [f"warning: {_one_line(each)}" for each in (*report.warnings, *labels)]
     parts += remarks[:1]
     hidden += len(remarks) - 1 if remarks else 0
-    if hidden:
+    if hidden or cut:
         parts.append("all of it: -v, or report.details")
     return "; ".join(parts)
 
 
 def _outcome_text(replica: ReplicaReport) -> str:
     kind = "left alone, held by an operator" if replica.operator_hold else _OUTCOMES.get(replica.outcome, "unknown")
-    return f"{kind} ({_one_line(replica.problem)})" if replica.problem else kind
+    return f"{kind} ({_short(replica.problem)})" if replica.problem else kind
 
 
 def _remedy(unserved: Sequence[ReplicaReport]) -> str:
@@ -584,6 +588,12 @@ def _slowest(report: UpdateReport) -> str:
 
 def _one_line(words: str) -> str:
     return " ".join(words.split())
+
+
+def _short(problem: str) -> str:
+    """Its beginning, on one line; the whole of it is in `details`."""
+    line = _one_line(problem)
+    return line if len(line) <= _CHARACTERS else f"{line[:_CHARACTERS]} …"
 
 
 def _dry_run_text(report: UpdateReport) -> str:

@@ -195,12 +195,16 @@ def _fills(owner: Owner, unloaded: list[Box]) -> list[Fill]:
     return fills
 
 
+_DESCRIBED = 2
+"""Tensors of which a message says what they lack; a model of another depth lacks hundreds."""
+
+
 def _incomplete(missing: list[tuple[Owner, list[Box]]], owners: Owners, published: set[str]) -> CkptEngineError:
     siblings: dict[str, list[Owner]] = {}
     for owner in owners.by_name.values():
         siblings.setdefault(_pattern(owner.name), []).append(owner)
     sentences = []
-    for owner, boxes in missing[:16]:
+    for owner, boxes in missing[:_DESCRIBED]:
         size = owner.layout.dtype.itemsize
         text = f"{owner.name}: {sum(box.volume for box in boxes) * size} of {owner.bytes} bytes come from nowhere"
         names = sorted({name for _, name in owner.loaded})
@@ -210,7 +214,8 @@ def _incomplete(missing: list[tuple[Owner, list[Box]]], owners: Owners, publishe
         if guesses:
             text += f"; is {' or '.join(guesses[:3])} missing?"
         sentences.append(text)
-    more = f"; and {len(missing) - 16} more tensors" if len(missing) > 16 else ""
+    hidden = [owner.name for owner, _ in missing[_DESCRIBED:]]
+    more = f"; and so for {len(hidden)} more tensors, the last one {hidden[-1]}" if hidden else ""
     return invalid(
         "the published tensors do not fill this model: "
         + "; ".join(sentences)

@@ -153,6 +153,19 @@ def test_a_missing_tensor_is_named_and_guessed(without: str, guess: str, missing
     assert list(problem.tensors) == [missing.split(":")[0]]
 
 
+def test_a_model_of_another_depth_is_told_in_few_words() -> None:
+    """The first tensors that lack bytes, the last one, and how many there are; a model has hundreds."""
+    missing = [
+        name for name in TensorParallel(layers=9).checkpoint() if name not in TensorParallel(layers=1).checkpoint()
+    ]
+    problem = refused(ModuleTarget(TensorParallel(layers=9)), manifest_for(TensorParallel(layers=1)))
+    assert len(missing) > 40
+    assert len(problem.message) < 600
+    assert "layers.1." in problem.message
+    assert "more tensors" in problem.message
+    assert len(problem.tensors) == 16
+
+
 def test_what_an_adapter_declares_is_not_missing_unless_half_loaded() -> None:
     def load_one(model: Plain, name: str, weight: Tensor) -> None:
         model.a.data[:2].copy_(weight)

@@ -156,6 +156,16 @@ def test_two_lines_stay_two_with_many_replicas_and_long_reasons() -> None:
     assert "reason 39" in UpdateReport(message).details
 
 
+def test_a_reason_of_many_words_is_cut_in_the_two_lines_and_whole_in_the_details() -> None:
+    message = report().message
+    message.replicas[1].problem.message = "tensor " * 1000 + "the end"
+    lines = str(UpdateReport(message)).splitlines()
+    assert [len(line) < 1000 for line in lines] == [True, True]
+    assert ("tensor tensor" in lines[1], "the end" in lines[1]) == (True, False)
+    assert "report.details" in lines[1]
+    assert "the end" in UpdateReport(message).details
+
+
 def test_two_lines_of_an_update_that_went_well_have_the_longest_pause_and_what_was_moved() -> None:
     message = report().message
     message.ok = message.verified = True
