@@ -131,6 +131,31 @@ def test_a_condition_of_time(story: Story) -> None:
     assert isinstance(result[0], Problem), "the call ended with its manager"
 
 
+def test_an_evicted_canary_stays_out_of_it(story: Story) -> None:
+    group = begun(story)
+    group.train()
+    story.call(group.trainers[0], strategy="canary", wave_replicas=2, until=manager_pb2.UNTIL_FIRST_WAVE)
+    story.wait(10.0)
+    (row,) = story.deployments
+    dead, lost = row.waves[0].replicas[0], next(name for name in row.participants if name not in row.waves[0].replicas)
+    for name in (dead, lost):
+        story.agents[name].crash()
+    story.wait(10.0)
+    story.evict(dead)
+    story.restart_manager()
+    (row,) = story.deployments
+    assert (dead in row.participants, len(row.participants), row.min_replicas) == (False, 3, 3)
+    story.evict(lost)  # which this manager knows as a participant only
+    refused(story.retry(lost), Problem.NOT_FOUND)
+    story.restart_manager()
+    (row,) = story.deployments
+    assert (lost in row.participants, len(row.participants), row.min_replicas) == (False, 2, 2)
+    story.deploy(Action.ACTION_APPROVE)
+    story.wait(10.0)
+    (row,) = story.ledger.deployments.values()
+    assert row.state == Row.STATE_DEPLOYED
+
+
 def test_paused_it_begins_no_wave(story: Story) -> None:
     group = begun(story)
     group.train()

@@ -58,10 +58,10 @@ class DeploymentCommit:
 
 @dataclass(frozen=True, slots=True)
 class DeploymentWrite:
-    """Key of the task that writes what a person has said of a deployment."""
+    """Key of the task that writes a deployment's row between two commits."""
 
     number: int
-    call: Call
+    call: Call | None  # of the person whose decision it is; None: replicas were dropped
     row: Deployment
 
 
@@ -102,6 +102,7 @@ class DeploymentCourse:
     undo: str = ""  # why it is to be undone; empty: it is not
     writing: DeploymentCommit | DeploymentWrite | None = None  # the key of the task that writes its row
     selecting: frozenset[str] = frozenset()  # what the commit that is being written selects
+    dropped: bool = False  # replicas were taken out since the row was last written
     retry: float = 0.0  # no write before this moment, since the last one failed
     decision: int = 0  # the epoch of the commit that decided it; 0: it is undecided
     waits_for: str = ""  # for people
@@ -143,7 +144,7 @@ class Deployments:
                 course.committed, course.ended = now, None
             course.writing, course.selecting = None, frozenset()
             course.undo = course.undo or row.reason
-            self.state.deployments[number] = row
+            self.state.deployments[number] = self._without_dropped(row)
         rows_now = self.state.deployments.values()
         self.state.versions.stage(*(each for row in rows_now for each in (row.base, row.target)))
         for row in found.values():
@@ -209,16 +210,19 @@ class Deployments:
 
     def _without_dropped(self, row: Deployment) -> Deployment:
         """A row that was written, without replicas that were taken out meanwhile."""
-        now = self.state.deployments[row.number]
+        now = self.state.deployments.get(row.number, row)
         return replace(row, participants=now.participants, min_replicas=now.min_replicas)
 
-    def drop(self, name: str) -> None:
-        """Takes a replica out that said goodbye or was evicted."""
-        for number, row in self.state.deployments.items():
-            if name in row.participants:
-                others = tuple(each for each in row.participants if each != name)
-                fewer = max(1, min(row.min_replicas, len(others)))
-                self.state.deployments[number] = replace(row, participants=others, min_replicas=fewer)
+    def drop(self, name: str) -> bool:
+        """Takes a replica out that said goodbye or was evicted. Nothing is decided without it before that is on the
+        disk. Returns whether it was a participant."""
+        rows = [(number, row) for number, row in self.state.deployments.items() if name in row.participants]
+        for number, row in rows:
+            others = tuple(each for each in row.participants if each != name)
+            fewer = max(1, min(row.min_replicas, len(others)))
+            self.state.deployments[number] = replace(row, participants=others, min_replicas=fewer)
+            self.courses[number].dropped = True
+        return bool(rows)
 
     def cancelled(self, call: Call) -> None:
         """Forgets a call that was cancelled. The deployment goes on."""
@@ -252,8 +256,7 @@ class Deployments:
         if row == self.state.deployments[row.number]:
             self.state.out.append(FinishCall(call, response=row.message(course.waits_for)))
         else:
-            key = course.writing = DeploymentWrite(row.number, call, row)
-            self.state.run(key, RecordDeployment(row.message(), self.state.deadlines.ledger))
+            self._write(course, DeploymentWrite(row.number, call, row))
 
     def _steered(self, request: manager_pb2.SteerDeploymentRequest) -> Deployment:
         """The row as it is after a call. Raises NOT_FOUND, FAILED_PRECONDITION or INVALID_ARGUMENT."""
@@ -289,7 +292,10 @@ class Deployments:
             self._pin(row)
             if course.writing is not None or not settled or now < course.retry:
                 continue
-            if row.state == deploy.UNDECIDED:
+            if row.state == deploy.UNDECIDED and course.dropped:
+                course.dropped = False
+                self._write(course, DeploymentWrite(number, None, row))
+            elif row.state == deploy.UNDECIDED:
                 self._advance(row, course, now)
             elif self._is_back(row, course, now):
                 self._end(row, course, now)
@@ -378,8 +384,7 @@ class Deployments:
             self._committed(course, key, now)
         elif done.answered:
             course.writing, course.selecting = None, frozenset()
-            course.retry = now + self.state.deadlines.resend
-            self.state.set_timer(DeploymentLook(key.number), self.state.deadlines.resend)
+            self._write_later(course, key.number, now)
         else:
             self.state.versions.doubt(
                 key.identity, key.selection
@@ -427,16 +432,20 @@ class Deployments:
         self.state.cancel_timer(DeploymentLook(row.number))
         self.state.versions.stage(*(each for row in self.state.deployments.values() for each in (row.base, row.target)))
 
-    def written(self, key: DeploymentWrite, done: Done) -> None:
-        """Takes the ledger's answer about what a person has said."""
+    def written(self, key: DeploymentWrite, done: Done, now: float) -> None:
+        """Takes the ledger's answer about what a person has said, or about replicas that were dropped."""
         course = self.courses.get(key.number)
         if course is not None:
             course.writing = None
         if done.problem is None and course is not None:
             self.state.deployments[key.number] = self._without_dropped(key.row)
             course.undo = course.undo or key.row.reason
-        response = None if done.problem is not None else key.row.message()
-        self.state.out.append(FinishCall(key.call, done.problem, response))
+        if key.call is not None:
+            response = None if done.problem is not None else key.row.message()
+            self.state.out.append(FinishCall(key.call, done.problem, response))
+        elif done.problem is not None and course is not None:
+            course.dropped = True
+            self._write_later(course, key.number, now)
 
     def calls_over(self, number: int, now: float) -> None:
         """Answers the calls of a deployment that is still undecided: it goes on without them."""
@@ -449,6 +458,14 @@ class Deployments:
             self._answer(course, report)
 
     # -- parts
+
+    def _write(self, course: DeploymentCourse, key: DeploymentWrite) -> None:
+        course.writing = key
+        self.state.run(key, RecordDeployment(key.row.message(), self.state.deadlines.ledger))
+
+    def _write_later(self, course: DeploymentCourse, number: int, now: float) -> None:
+        course.retry = now + self.state.deadlines.resend
+        self.state.set_timer(DeploymentLook(number), self.state.deadlines.resend)
 
     def _pin(self, row: Deployment) -> None:
         """Keeps base and target in relays that hold them, until it is decided."""

@@ -27,6 +27,7 @@ from ckpt_engine.machines.events import (
     CallCancelled,
     ClosePeer,
     Done,
+    FinishCall,
     Key,
     ManagerCommand,
     ManagerEvent,
@@ -359,6 +360,11 @@ class ManagerMachine:
         if isinstance(request, manager_pb2.SteerDeploymentRequest):
             self._deployments.join(call, request)
             return
+        if isinstance(request, manager_pb2.EvictReplicaRequest) and request.name not in self._members.replicas:
+            # One that was lost before this manager began is known as a participant only.
+            if self._deployments.drop(request.name):
+                self._state.out.append(FinishCall(call, response=manager_pb2.EvictReplicaResponse()))
+                return
         finish, evicted, problem = operate(self._state, self._catch_up, call, request)
         self._state.out.append(finish)
         for member in evicted:
@@ -452,7 +458,7 @@ class ManagerMachine:
                 self._deployments.committed(key, done, now)
                 self._committed(now)
             case DeploymentWrite() as key:
-                self._deployments.written(key, done)
+                self._deployments.written(key, done, now)
             case PlanTask() as key:
                 self._updates.planned(key, done, now)
                 self._holdings.planned(key, done)
