@@ -35,6 +35,12 @@ from ckpt_engine.v1 import manager_pb2
 LAST_NAMED = 4
 """Updates of a lineage that are named to a caller that asks for an unknown one."""
 
+OF_HIGHEST = (
+    "SELECT intents.epoch FROM intents JOIN highest "
+    "ON highest.lineage = intents.lineage AND highest.version = intents.version"
+)
+"""The epochs of each lineage's highest version. A deployment has its number from the first of its target's."""
+
 KEPT_REPORTS = 1000
 """A report of 64 replicas of 8 workers takes some 130 kB: the file stays below 130 MB even then."""
 
@@ -216,7 +222,8 @@ class Ledger:
         return {replica: OperatorHold(since, reason) for replica, since, reason in rows}
 
     async def commits(self) -> Commits:
-        """The commits that are some replica's newest, the last one of each lineage, and undecided deployments."""
+        """The commits that are some replica's newest, the last one of each lineage, and deployments: undecided ones,
+        and those of each lineage's highest version."""
 
         def statements(run: Statements) -> Commits:
             rows = run.execute(
@@ -235,7 +242,9 @@ class Ledger:
                 elif replica in selections.get(lineage, ()):  # in a ledger from before all commits were kept
                     desired[replica] = last[lineage]
             (until,) = run.execute("SELECT coalesce(max(epoch), 0) FROM intents").fetchone()
-            stored = run.execute("SELECT deployment FROM deployments WHERE undecided <> 0 ORDER BY number").fetchall()
+            stored = run.execute(
+                f"SELECT deployment FROM deployments WHERE undecided <> 0 OR number IN ({OF_HIGHEST}) ORDER BY number"
+            ).fetchall()
             deployments = tuple(manager_pb2.Deployment.FromString(bytes(row)) for (row,) in stored)
             return Commits(until, tuple(last.values()), desired, deployments)
 
@@ -317,18 +326,20 @@ class Ledger:
         )
 
     def _forget_old(self, run: Statements) -> None:
-        """Deletes the oldest reports beyond the limit, and their intents, except the last intent of a lineage and
-        commits that are some replica's newest."""
+        """Deletes the oldest reports beyond the limit, and their intents, except the last intent of a lineage, commits
+        that are some replica's newest, and deployments of the lineage's highest version."""
         oldest = run.execute(
             "SELECT epoch FROM outcomes ORDER BY epoch DESC LIMIT 1 OFFSET ?", (self._kept_reports,)
         ).fetchone()
         if oldest is not None:
             run.execute("DELETE FROM outcomes WHERE epoch <= ?", oldest)
-            run.execute("DELETE FROM deployments WHERE number <= ? AND undecided = 0", oldest)
+            run.execute(
+                f"DELETE FROM deployments WHERE number <= ? AND undecided = 0 AND number NOT IN ({OF_HIGHEST})", oldest
+            )
             run.execute(
                 "DELETE FROM intents WHERE epoch <= ? "
                 "AND epoch NOT IN (SELECT max(epoch) FROM intents GROUP BY lineage, late) "
-                "AND epoch NOT IN (SELECT epoch FROM meant)",
+                "AND epoch NOT IN (SELECT epoch FROM meant) AND epoch NOT IN (SELECT number FROM deployments)",
                 oldest,
             )
 

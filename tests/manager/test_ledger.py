@@ -500,5 +500,24 @@ async def test_a_deployment_is_written_with_each_of_its_commits(tmp_path: Path) 
     assert (await again.commits()).deployments == (row,)
     row.state = manager_pb2.Deployment.STATE_UNDONE
     await again.record_intent(4, identity(1), (EVERYBODY,), row)
+    assert (await again.commits()).deployments == (row,), "its number is the highest, and is not to be called again"
+    await again.record_intent(5, identity(3), (EVERYBODY,))
     assert (await again.commits()).deployments == ()
     await again.close()
+
+
+async def test_an_undone_deployment_of_the_highest_number_outlives_its_report(place: Place) -> None:
+    ledger = await place.open(kept_reports=2)
+    undone = manager_pb2.Deployment(number=2, state=manager_pb2.Deployment.STATE_UNDONE)
+    await ledger.record_intent(1, identity(1), (EVERYBODY,))
+    await ledger.record_intent(2, identity(2), ("a",), undone)
+    await ledger.record_intent(3, identity(1), (EVERYBODY,), undone)
+    for epoch in range(2, 10):
+        if epoch > 3:
+            await ledger.record_intent(epoch, Version("other", epoch, bytes(32)), (EVERYBODY,))
+        await ledger.record_outcome(report_of(epoch))
+    assert (await ledger.commits()).deployments == (undone,)
+    await ledger.record_intent(10, identity(3), (EVERYBODY,))
+    await ledger.record_outcome(report_of(10))
+    assert (await ledger.commits()).deployments == ()
+    await ledger.close()

@@ -79,12 +79,17 @@ class Ledger:
         )
 
     def commits(self) -> Commits:
-        """Its commits: the last one of each lineage, and the newest one of each replica and pool."""
+        """Its commits: the last one of each lineage, the newest one of each replica and pool, and deployments."""
         last: dict[str, Commit] = {}
         for epoch in sorted(self.intents.keys() - self.late):
             last[self.intents[epoch].lineage] = Commit(epoch, self.intents[epoch])
         undecided = manager_pb2.Deployment.STATE_UNDECIDED
-        deployments = tuple(row for row in self.deployments.values() if row.state == undecided)
+        highest = {(each.lineage, each.number) for each in self.highest.values()}
+        deployments = tuple(
+            row
+            for row in self.deployments.values()
+            if row.state == undecided or (row.target.lineage, row.target.version) in highest
+        )
         return Commits(max(self.intents, default=0), tuple(last.values()), dict(self.desired), deployments)
 
 

@@ -97,6 +97,17 @@ def base_and_target_stay_where_they_are_held(patch: Patch) -> None:
     patch.setattr(Deployments, "_pin", pin)
 
 
+def an_undone_number_stays_used(patch: Patch) -> None:
+    """Its trainer may call for it again."""
+    original = Versions.check_rises
+
+    def check_rises(self: Versions, lineage: str, version: int) -> None:
+        self.undone.clear()
+        original(self, lineage, version)
+
+    patch.setattr(Versions, "check_rises", check_rises)
+
+
 @pytest.mark.parametrize(
     "mistake",
     [
@@ -118,6 +129,7 @@ SLANTS = {
     all_or_none_is_for_all: often("somebody_holds"),
     another_manager_goes_on_with_it: replace(often("manager_restarts", "replica_joins"), staged=1.0),
     base_and_target_stay_where_they_are_held: replace(STAGED, pools=True),
+    an_undone_number_stays_used: replace(STAGED, repeats=0.5),
 }
 
 

@@ -156,6 +156,32 @@ def test_an_evicted_canary_stays_out_of_it(story: Story) -> None:
     assert row.state == Row.STATE_DEPLOYED
 
 
+def test_an_undone_number_is_refused(story: Story) -> None:
+    group = begun(story)
+    group.train()
+    first = story.call(group.trainers[0], strategy="canary", version=1)
+    story.wait(10.0)
+    story.restart_manager()
+    assert isinstance(first[0], Problem), "the call ended with its manager"
+    again = story.call(group.trainers[0], strategy="canary", version=1, timeout_seconds=60.0)
+    story.wait(5.0)
+    assert not again, "it waits for the end of the deployment of the same version"
+    story.deploy(Action.ACTION_UNDO, reason="it babbles")
+    story.wait(10.0)
+    (report,) = again
+    assert report.deployment.state == Row.STATE_UNDONE
+    assert (report.ok, "it babbles" in report.deployment.reason) == (False, True)
+    for _ in range(2):
+        for wishes in ({"strategy": "canary"}, {}):
+            result = story.update(group, version=1, **wishes)
+            refused(result, Problem.FAILED_PRECONDITION, "version 1 of lineage 'run' was undone", "it babbles", "next")
+        assert serve(story) == [0] * 4
+        assert [each.state for each in story.ledger.deployments.values()] == [Row.STATE_UNDONE]
+        story.restart_manager()
+    refused(story.deploy(Action.ACTION_APPROVE, report.deployment.number), Problem.FAILED_PRECONDITION, "it babbles")
+    assert story.trained(group).identity.version == 2
+
+
 def test_paused_it_begins_no_wave(story: Story) -> None:
     group = begun(story)
     group.train()

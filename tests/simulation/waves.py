@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 UNDECIDED = manager_pb2.Deployment.STATE_UNDECIDED
 DEPLOYED = manager_pb2.Deployment.STATE_DEPLOYED
+UNDONE = manager_pb2.Deployment.STATE_UNDONE
 
 
 class Waves:
@@ -34,6 +35,8 @@ class Waves:
         """Looks at a command of the manager, before it is performed."""
         match command:
             case events.Run(_, events.RecordIntent(epoch, identity, _, selection, row)):
+                if row is not None and row.state == UNDECIDED:
+                    self.check_an_undone_number_stays_used(manager, identity)
                 if row is not None:
                     self._commit(manager, epoch, frozenset(selection), row)
                 elif selection:
@@ -120,10 +123,18 @@ class Waves:
     def check_nothing_newer_begins(self, manager: ManagerShell, epoch: int, identity: Version) -> None:
         """While a deployment is undecided, nothing else is committed in its pool or of its lineage."""
         update = next(each for each in manager.machine._updates.all() if each.installs and each.installs.epoch == epoch)
+        if not update.goal.is_rollback:
+            self.check_an_undone_number_stays_used(manager, identity)
         for row in manager.machine._state.deployments.values():
             meets = row.pool == update.goal.pool or row.target.lineage == identity.lineage
             if row.state == UNDECIDED and meets:
                 raise BrokenPromiseError(f"{identity} is committed while deployment {row.number} is undecided")
+
+    def check_an_undone_number_stays_used(self, manager: ManagerShell, identity: Version) -> None:
+        """What was undone is not committed again by a trainer, whatever it calls for and however often."""
+        for row in manager.ledger.deployments.values():
+            if row.state == UNDONE and Version.of(row.target) == identity:
+                raise BrokenPromiseError(f"{identity} is committed, which was undone in deployment {row.number}")
 
     def check_the_base_is_served_outside_of_waves(
         self, manager: ManagerShell, member: Any, body: manager_pb2.Install

@@ -85,6 +85,10 @@ class Deployment:
         """Whether it is undecided, and about the same pool or lineage."""
         return self.state == UNDECIDED and (pool == self.pool or lineage == self.target.lineage)
 
+    def is_to(self, lineage: str, number: int) -> bool:
+        """Whether this is the number of its target."""
+        return (self.target.lineage, self.target.number) == (lineage, number)
+
     def with_wave(self, epoch: int, replicas: Iterable[str]) -> Deployment:
         """It with one more wave."""
         return replace(self, waves=(*self.waves, Wave(epoch, tuple(sorted(replicas)))))

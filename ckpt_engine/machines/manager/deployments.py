@@ -37,7 +37,7 @@ from ckpt_engine.machines.manager.staging import observed
 from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.machines.manager.update import Update
 from ckpt_engine.machines.manager.versions import Commit
-from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.v1 import manager_pb2
 
 Action = manager_pb2.SteerDeploymentRequest
 
@@ -120,22 +120,26 @@ class Deployments:
         self,
         attempts: Callable[[], Sequence[Update]],
         cut_short: Callable[[Callable[[Goal], bool], str, float], None],
-        ended: Callable[[tuple[str, int], weights_pb2.Problem | None, manager_pb2.UpdateReport | None], None],
+        ended: Callable[[manager_pb2.UpdateReport], None],
     ) -> None:
         """Connects it with attempts that run, with what cuts these short, and with what answers calls that wait for the
-        end of a version's update."""
+        end of a deployment."""
         self.attempts, self.cut_short, self.ended = attempts, cut_short, ended
 
     # -- begin
 
     def take_up(self, rows: Iterable[manager_pb2.Deployment], now: float) -> None:
-        """Takes the undecided deployments of the ledger. A deployment that is undecided here and missing there
-        was decided: the unanswered write took effect."""
-        found = {row.number: row for row in map(Deployment.of, rows)}
+        """Takes deployments of the ledger: undecided ones, and those of each lineage's highest version. A deployment
+        that is undecided here and not there was decided: the unanswered write took effect."""
+        stored = {row.number: row for row in map(Deployment.of, rows)}
+        found = {number: row for number, row in stored.items() if row.state == deploy.UNDECIDED}
         for number, course in list(self.courses.items()):
             row = self.state.deployments[number]
             if row.state == deploy.UNDECIDED and number not in found and isinstance(course.writing, DeploymentCommit):
                 self._committed(course, course.writing, now)
+        for number, row in stored.items():
+            if number not in found and number not in self.courses:
+                self._remember(row)
         for number, row in found.items():
             fence = self.state.fence(number).message()
             report = manager_pb2.UpdateReport(fence=fence, identity=row.target.message())
@@ -166,12 +170,12 @@ class Deployments:
     # -- what others ask
 
     def lets(self, goal: Goal) -> bool:
-        """Whether no undecided deployment is in a goal's way."""
+        """Whether no undecided deployment is in a goal's way, nor one of the same version that is on the way back."""
         for number, row in self.state.deployments.items():
             if goal.is_attempt:
                 if goal.replicas[0] in self.courses[number].selecting:
                     return False
-            elif not goal.dry_run and row.meets(goal.pool, goal.lineage):
+            elif not goal.dry_run and (row.meets(goal.pool, goal.lineage) or row.is_to(goal.lineage, goal.version)):
                 return False
         return True
 
@@ -179,8 +183,7 @@ class Deployments:
         """Has deployments undone that something newer supersedes."""
         for number, row in self.state.deployments.items():
             for each in coming:
-                is_it = (each.goal.lineage, each.goal.version) == (row.target.lineage, row.target.number)
-                waits = is_it or row.newer == manager_pb2.NEWER_WAIT
+                waits = row.is_to(each.goal.lineage, each.goal.version) or row.newer == manager_pb2.NEWER_WAIT
                 if not waits and not each.goal.dry_run and row.meets(each.goal.pool, each.goal.lineage):
                     self.courses[number].undo = self.courses[number].undo or f"{each.description} superseded it"
 
@@ -402,8 +405,6 @@ class Deployments:
             self._note(course, f"wave {len(row.waves)}", now)
             return
         self.decided[row.number], course.decision = row, key.fence.epoch
-        while len(self.decided) > DECIDED_SHOWN:
-            del self.decided[next(iter(self.decided))]
         if row.state == deploy.UNDONE:
             self._note(course, "going back", now)
             course.failures = {}
@@ -425,8 +426,9 @@ class Deployments:
         report = self._report(row, course, now)
         for epoch in (row.number, course.decision):
             self._record(report, epoch)
-        self.ended((row.target.lineage, row.target.number), None, report)
+        self.ended(report)
         self._answer(course, report)
+        self._remember(row)
         del self.courses[row.number], self.state.deployments[row.number]
         self.state.claims.end(row.number)
         self.state.cancel_timer(DeploymentLook(row.number))
@@ -466,6 +468,14 @@ class Deployments:
     def _write_later(self, course: DeploymentCourse, number: int, now: float) -> None:
         course.retry = now + self.state.deadlines.resend
         self.state.set_timer(DeploymentLook(number), self.state.deadlines.resend)
+
+    def _remember(self, row: Deployment) -> None:
+        """Takes a deployment that has come to its end: of one that was undone the number is not to be called again."""
+        self.decided[row.number] = row
+        while len(self.decided) > DECIDED_SHOWN:
+            del self.decided[next(iter(self.decided))]
+        if row.state == deploy.UNDONE:
+            self.state.versions.undone[row.target.lineage] = row.message()
 
     def _pin(self, row: Deployment) -> None:
         """Keeps base and target in relays that hold them, until it is decided."""

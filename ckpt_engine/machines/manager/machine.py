@@ -116,7 +116,7 @@ class ManagerMachine:
         self._turns = Turns(self._state, self._publications, self._holdings, self._deployments)
         self._updates = self._turns.updates
         self._late_replicas = LateReplicas(self._state, self._catch_up, self._turns)
-        self._deployments.connect(self._updates.attempts, self._late_replicas.cut_short, self._turns.waits.ended)
+        self._deployments.connect(self._updates.attempts, self._late_replicas.cut_short, self._turns.deployment_ended)
         self._stored = () if commits is None else commits.deployments
         self._state.holds |= holds or {}
         self._holds = OperatorHolds(self._state, self._catch_up, self._late_replicas)
@@ -360,11 +360,11 @@ class ManagerMachine:
         if isinstance(request, manager_pb2.SteerDeploymentRequest):
             self._deployments.join(call, request)
             return
-        if isinstance(request, manager_pb2.EvictReplicaRequest) and request.name not in self._members.replicas:
-            # One that was lost before this manager began is known as a participant only.
-            if self._deployments.drop(request.name):
-                self._state.out.append(FinishCall(call, response=manager_pb2.EvictReplicaResponse()))
-                return
+        evicts = isinstance(request, manager_pb2.EvictReplicaRequest)
+        # One that was lost before this manager began is known as a participant of a deployment only.
+        if evicts and request.name not in self._members.replicas and self._deployments.drop(request.name):
+            self._state.out.append(FinishCall(call, response=manager_pb2.EvictReplicaResponse()))
+            return
         finish, evicted, problem = operate(self._state, self._catch_up, call, request)
         self._state.out.append(finish)
         for member in evicted:

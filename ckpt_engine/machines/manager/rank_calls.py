@@ -282,6 +282,16 @@ class Gathers:
             for lineage, goal in self.turns.items()
         ]
 
+    def answer(self, lineage: str, version: int, report: manager_pb2.UpdateReport) -> None:
+        """Ends the calls that are complete and wait for this version, with its report."""
+        goal = self.turns.get(lineage)
+        if goal is None or goal.version != version or goal.dry_run:
+            return
+        for call in self.by_lineage[lineage].calls.values():
+            self.state.emit(call, manager_pb2.UpdateEvent(report=report))
+            self.state.finish(call)
+        self._end(self.by_lineage[lineage])
+
     def timer(self, key: GatherEnd | SessionsAbsent, now: float) -> None:
         """Refuses a gather when its time, or that of a lineage without sessions, has ended."""
         gather = self.by_lineage.get(key.lineage)

@@ -269,6 +269,14 @@ class Turns:
             case _:
                 raise AssertionError(f"a task of nothing that waits: {done.key}")
 
+    def deployment_ended(self, report: manager_pb2.UpdateReport) -> None:
+        """Answers calls that wait for a deployment's end. Those of its trainer that called for the same version again,
+        since they lost a manager, are told if it was undone; else they go on to an update, which changes nothing."""
+        identity = report.identity
+        self.waits.ended((identity.lineage, identity.version), None, report)
+        if report.deployment.state == manager_pb2.Deployment.STATE_UNDONE:
+            self.gathers.answer(identity.lineage, identity.version, report)
+
     def describe(self) -> str:
         """The calls that wait, for people; empty: there are none."""
         return " | ".join(filter(None, (self.rollbacks.describe(), self.gathers.describe())))

@@ -51,7 +51,7 @@ class Commits:
     until: int = 0  # epoch of the last intent, also of one that carried out an older commit; later ones may be spent
     last: tuple[Commit, ...] = ()  # the newest one of each lineage
     desired: Mapping[str, Commit] = field(default_factory=dict)  # by replica, or by `everybody` in a pool
-    deployments: tuple[manager_pb2.Deployment, ...] = ()  # those that are undecided
+    deployments: tuple[manager_pb2.Deployment, ...] = ()  # undecided ones, and those of each lineage's highest version
 
 
 @dataclass
@@ -74,6 +74,7 @@ class Versions:
     contents: dict[Version, Content] = field(default_factory=dict)  # of all commits above
     pools: dict[str, str] = field(default_factory=dict)  # by replica that has said hello, or that a commit names
     highest: dict[str, Version] = field(default_factory=dict)  # by lineage, with the highest number
+    undone: dict[str, manager_pb2.Deployment] = field(default_factory=dict)  # by lineage, the last that was undone
     roots: dict[tuple[str, int], bytes] = field(default_factory=dict)  # of what was committed, by lineage and number
     doubtful: frozenset[str] = frozenset()  # keys of `desired` with a newest commit that is unknown
     staged: frozenset[Version] = frozenset()  # bases and targets of deployments, of which the contents are kept
@@ -146,8 +147,13 @@ class Versions:
         return 0 if highest is None else highest.number + 1
 
     def check_rises(self, lineage: str, version: int) -> None:
-        """Raises FAILED_PRECONDITION for a number below the lineage's highest."""
-        highest = self.highest.get(lineage)
+        """Raises FAILED_PRECONDITION for a number below the lineage's highest, or of a deployment that was undone."""
+        highest, undone = self.highest.get(lineage), self.undone.get(lineage)
+        if undone is not None and undone.target.version == version:
+            raise precondition(
+                f"version {version} of lineage {lineage!r} was undone (deployment {undone.number}: {undone.reason}), "
+                "and its number stays used: update to the next one, or name none"
+            )
         if highest is not None and version < highest.number:
             raise precondition(
                 f"version {version} goes backwards: {highest} was installed before. To go back to a version "

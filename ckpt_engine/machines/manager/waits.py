@@ -130,7 +130,7 @@ class Waits:
         if update is not None:
             return update.describe()
         rows = self.state.deployments.items()
-        numbers = (number for number, row in rows if (row.target.lineage, row.target.number) == version)
+        numbers = (number for number, row in rows if row.is_to(*version))
         return next((f"deployment {number}: see `ckpt-engine deploy status`" for number in numbers), "")
 
     def _finish(self, number: int, finish: FinishCall) -> None:
