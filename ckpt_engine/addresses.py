@@ -15,6 +15,9 @@ log = logging.getLogger(__name__)
 MANAGER = "127.0.0.1:50051"
 """Default address of a manager, for itself and for its members."""
 
+EVERY_ADDRESS = ("0.0.0.0", "::")
+"""Hosts to listen at that stand for all addresses of a host, and name none."""
+
 AUTHENTICATE = "--certificate, --key and --tokens or --client-authority (docs/security.md)"
 """The options that say who may call a server."""
 

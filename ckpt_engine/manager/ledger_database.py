@@ -3,10 +3,15 @@
 Decides when a connection is given up and made again, which databases are refused, and that only the manager with the
 term writes. It does not decide when a manager asks for the term (`term.py`), nor what is stored (`ledger.py`).
 
-The *term* is one row: its number, the manager that has it, and the moment until which it has it, by the database's
-clock. Every writing transaction locks that row, and requires that the term is still its manager's and has not ended. So
-whatever a manager wrote is there before another one takes the term, and nothing of it comes later. No lock outlives its
-transaction, and the server ends a transaction that is left open: a manager that was stopped in one blocks no other.
+The *term* is one row: its number, the manager that has it, how long it lasts from a renewal, and until when by the
+database's clock. Every writing transaction locks that row, and requires that the term is still its manager's and has
+not ended. So whatever a manager wrote is there before another one takes the term, and nothing of it comes later. No
+lock outlives its transaction, and the server ends a transaction that is left open: a manager that was stopped in one
+blocks no other.
+
+That clock may be set back, and a term that is not renewed would then last for as long. So a manager may also take a
+term whose row it has seen unchanged for the whole of it by its own clock (`term.py`), if the row is still that one. Its
+holder has stopped by its own clock then, and can write nothing, since each write asks the row for its holder.
 
 A secret that is part of the database's address (its password) is in no message, log line or status.
 """
@@ -22,6 +27,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -63,9 +69,10 @@ CREATE TABLE highest (lineage TEXT PRIMARY KEY, version BIGINT NOT NULL, root BY
 CREATE TABLE holds (replica TEXT PRIMARY KEY, since DOUBLE PRECISION NOT NULL, reason TEXT NOT NULL);
 CREATE TABLE deployments (number BIGINT PRIMARY KEY, undecided BIGINT NOT NULL, deployment BYTEA NOT NULL);
 CREATE TABLE term (
-    number BIGINT NOT NULL, holder TEXT NOT NULL, leader TEXT NOT NULL, until TIMESTAMPTZ NOT NULL
+    number BIGINT NOT NULL, holder TEXT NOT NULL, leader TEXT NOT NULL, until TIMESTAMPTZ NOT NULL,
+    seconds DOUBLE PRECISION NOT NULL
 );
-INSERT INTO term VALUES (0, '', '', 'epoch');
+INSERT INTO term VALUES (0, '', '', 'epoch', 0);
 """
 
 _HOLDS = "holder = %s AND until > clock_timestamp()"
@@ -102,6 +109,8 @@ class Lead:
     number: int
     leader: str  # the address under which members reach the manager that has it; empty: none ever had it
     seconds: float  # that it lasts from now on; 0 or less: it has ended
+    length: float  # seconds for which it was taken, or renewed last
+    renewal: tuple[str, datetime]  # what each renewal changes: the row's holder, and its end by the database's clock
 
 
 class Database:
@@ -309,25 +318,28 @@ class Terms:
             )
         return False
 
-    def take(self, leader: str, seconds: float) -> Lead | None:
+    def take(self, leader: str, seconds: float, unrenewed: Lead | None = None) -> Lead | None:
         """Takes the term for `seconds`, if no manager has it. Returns the one that has it, or None: this manager does.
-        leader: the address under which members reach this manager."""
+        leader: the address under which members reach this manager. unrenewed: what was there for a whole term: taken,
+        whatever the database's clock says, if the row is still that."""
+        holder_then, end_then = (None, None) if unrenewed is None else unrenewed.renewal
 
         def run(connection: psycopg.Connection[tuple[Any, ...]]) -> Lead | None:
             holder = uuid.uuid4().hex
             taken = connection.execute(
-                "UPDATE term SET number = number + 1, holder = %s, leader = %s, "
-                "until = clock_timestamp() + make_interval(secs => %s) WHERE until <= clock_timestamp()",
-                (holder, leader, seconds),
+                "UPDATE term SET number = number + 1, holder = %s, leader = %s, seconds = %s, "
+                "until = clock_timestamp() + make_interval(secs => %s) "
+                "WHERE until <= clock_timestamp() OR (holder = %s AND until = %s)",
+                (holder, leader, seconds, seconds, holder_then, end_then),
             )
             if taken.rowcount == 1:
                 self.holder = holder
                 return None
             row = connection.execute(
-                "SELECT number, leader, extract(epoch FROM until - clock_timestamp()) FROM term"
+                "SELECT number, leader, extract(epoch FROM until - clock_timestamp()), seconds, holder, until FROM term"
             ).fetchone()
             assert row is not None
-            return Lead(row[0], row[1], float(row[2]))
+            return Lead(row[0], row[1], float(row[2]), row[3], row[4:])
 
         return self._database.transaction(run)
 
@@ -336,8 +348,9 @@ class Terms:
         return self._database.transaction(
             lambda connection: (
                 connection.execute(
-                    f"UPDATE term SET until = clock_timestamp() + make_interval(secs => %s) WHERE {_HOLDS}",
-                    (seconds, self.holder),
+                    "UPDATE term SET seconds = %s, until = clock_timestamp() + make_interval(secs => %s) "
+                    f"WHERE {_HOLDS}",
+                    (seconds, seconds, self.holder),
                 ).rowcount
                 == 1
             )

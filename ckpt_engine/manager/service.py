@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from starlette.types import ASGIApp
 
 from ckpt_engine.addresses import (
+    EVERY_ADDRESS,
     MANAGER,
     bound_socket,
     check_free,
@@ -32,7 +33,7 @@ from ckpt_engine.addresses import (
 from ckpt_engine.channel import MESSAGE_BYTES
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.loopback import is_loopback
-from ckpt_engine.core.problems import CkptEngineError, unavailable
+from ckpt_engine.core.problems import CkptEngineError, invalid, unavailable
 from ckpt_engine.grpc_loops import quiet_loop
 from ckpt_engine.http_server import HttpServer
 from ckpt_engine.machines import events
@@ -118,6 +119,8 @@ class ManagerServer:
         self._term = term
         self._undo = contextlib.AsyncExitStack()
         self._stopping = False
+        self.deserted = False
+        """Whether `serve` has returned because no member reaches this manager any more."""
 
     async def start(self) -> None:
         """Opens the ledger and both ports. Raises CkptEngineError if one cannot be opened; then nothing stays open."""
@@ -190,11 +193,12 @@ class ManagerServer:
         return cast(OperatorResponse, response)
 
     async def serve(self, stop_event: asyncio.Event) -> None:
-        """Serves until ``stop_event`` is set, or its term is lost; stop the manager then. Raises CkptEngineError
-        (INTERNAL) once its state machine has failed: all callers have got the error, nothing more is done, and the
-        manager must be restarted."""
-        ends = [stop_event, self._shell.failed, *([self._term.lost] if self._term is not None else [])]
-        waits = [asyncio.ensure_future(event.wait()) for event in ends]
+        """Serves until ``stop_event`` is set, its term is lost, or it is deserted; stop the manager then. Raises
+        CkptEngineError (INTERNAL) once its state machine has failed: all callers have got the error, nothing more is
+        done, and the manager must be restarted."""
+        waits = [asyncio.ensure_future(event.wait()) for event in (stop_event, self._shell.failed)]
+        if self._term is not None:
+            waits += [asyncio.ensure_future(each) for each in (self._term.lost.wait(), self._desertion(self._term))]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -202,6 +206,17 @@ class ManagerServer:
                 each.cancel()
         if self._shell.problem is not None:
             raise CkptEngineError(self._shell.problem)
+
+    async def _desertion(self, term: Term) -> Literal[True]:
+        """Returns once members that were here have not been heard for a lease and a term: a network parts them from
+        this manager, and may not part them from another one."""
+        seconds = self.config.deadlines.lease + self.config.deadlines.term
+        while True:
+            if self._shell.deserted_for() >= seconds:
+                log.warning("no member was heard for %g s: the term goes to a manager that they may reach", seconds)
+                self.deserted = True
+                return True
+            await asyncio.sleep(term.pause)
 
     async def _start(self) -> None:
         config = self.config
@@ -306,7 +321,7 @@ class ManagerServer:
         ending = stopping()
         if not self._leads():
             ending = unavailable("this manager's term has ended: another one leads, or will in a moment")
-        elif not await self._shell.quiet(self.config.stop_seconds):
+        elif not self.deserted and not await self._shell.quiet(self.config.stop_seconds):
             log.warning("an update still ran after %g s: its callers are told UNAVAILABLE", self.config.stop_seconds)
         await self._shell.stop(ending.problem, self.config.deadlines.last_tasks)
         await server.stop(1.0)
@@ -321,7 +336,8 @@ class ManagerServer:
 
 
 def check_config(config: ManagerConfig) -> None:
-    """Raises INVALID_ARGUMENT for addresses that are none, or that would be served without a proof of identity."""
+    """Raises INVALID_ARGUMENT for addresses that are none, that would be served without a proof of identity, or that
+    do not say where the manager that leads is."""
     config.security.check()
     for option, address in {"--listen": config.listen, "--http": config.http}.items():
         if address or option == "--listen":
@@ -330,7 +346,12 @@ def check_config(config: ManagerConfig) -> None:
                 authenticates=config.security.authenticates,
                 insecure=config.security.insecure,
             )
-    dialled(config)
+    host, port = split_address(dialled(config))
+    if is_database(config.ledger) and host in EVERY_ADDRESS:
+        raise invalid(
+            f"--listen {config.listen}: managers that share a ledger tell callers where the one that leads is. Say "
+            f"with --advertise at which name or IP other hosts reach this one, as --advertise NAME:{port}"
+        )
 
 
 def dialled(config: ManagerConfig, bound: str = "") -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -178,6 +179,12 @@ class Shell:
     def watched(self) -> Watched:
         """The state that WatchReplicas sends."""
         return self._machine.watched()
+
+    def deserted_for(self) -> float:
+        """Seconds for which no member was heard, if all that were here have lost their sessions without a goodbye; else
+        0."""
+        heard = self._machine.last_heard()
+        return 0.0 if heard is None else time.monotonic() - heard
 
     def located(self, request: manager_pb2.LocateVersionRequest) -> manager_pb2.LocateVersionResponse:
         """The answer of LocateVersion. Raises CkptEngineError."""

@@ -59,28 +59,33 @@ async def run_manager(config: ManagerConfig, stop: asyncio.Event) -> None:
     term = Term(str(config.ledger), config.deadlines.term, config.deadlines.ledger_busy)
     try:
         await term.prepare(config.cluster)
+        deserted = False
         while not stop.is_set():
             async with standing_by(config, term) as config:
+                if deserted:
+                    await _pause(stop, config.deadlines.term)  # the others have their turn
                 leads = await _take(config, term, stop)
-            if leads:
-                await _lead(config, term, stop)
+            deserted = leads and await _lead(config, term, stop)
     finally:
         await term.close()
 
 
-async def _lead(config: ManagerConfig, term: Term, stop: asyncio.Event) -> None:
-    """Leads until `stop` is set, or the term is lost."""
+async def _lead(config: ManagerConfig, term: Term, stop: asyncio.Event) -> bool:
+    """Leads until `stop` is set, the term is lost, or no member reaches this manager. Returns whether it was that."""
+    deserted = False
     try:
         for address in filter(None, (config.listen, config.http)):
             await _free(address)
         async with ManagerServer(config, term) as server:
             await server.serve(stop)
+            deserted = server.deserted
     except CkptEngineError as error:
         if term.held:
             raise
         log.warning("the term ended before this manager led: %s", error.problem.message)
     finally:
         await term.release()
+    return deserted
 
 
 @contextlib.asynccontextmanager
@@ -113,18 +118,23 @@ async def _take(config: ManagerConfig, term: Term, stop: asyncio.Event) -> bool:
     leader = dialled(config)
     while not stop.is_set():
         try:
-            term.lead = await term.take(leader)
-            if term.lead is None:
+            lead = await term.take(leader)
+            if lead is None:
                 return True
-            level, news = logging.INFO, f"leader={term.lead.leader} term={term.lead.number}"
+            level, news = logging.INFO, f"leader={lead.leader} term={lead.number}"
         except CkptEngineError as error:
             term.lead, level, news = None, logging.WARNING, error.problem.message
         if news != last_news:
             log.log(level, "standing by grpc=%s ledger=%s %s", leader, term.name, news)
         last_news = news
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), term.pause)
+        await _pause(stop, term.pause)
     return False
+
+
+async def _pause(stop: asyncio.Event, seconds: float) -> None:
+    """Waits for so long, or until `stop` is set."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(stop.wait(), seconds)
 
 
 async def _free(address: str) -> None:

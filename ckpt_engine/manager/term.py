@@ -4,7 +4,8 @@ Decides when a manager may lead. What the term protects, and by which clock, is 
 
 A manager counts its term from before it asked for it, by a clock that goes on while its machine is suspended. So it
 stops leading before another one can begin, however long an answer of the database took; and a process that was stopped
-and goes on finds its term ended before it does anything else.
+and goes on finds its term ended before it does anything else. A manager that stands by counts the other's term from
+after it was told of it, and may take one that was not renewed in all of that, whatever the database's clock says.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Term:
         self._terms = Terms(Database(address, min(answer_seconds, seconds)))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="term")
         self._end = 0.0  # by `_now`
+        self._told = 0.0  # by `_now`: when this manager was first told of the renewal that `lead` has
         self.lead: Lead | None = None
         """Who led when this manager asked last."""
         self._fresh = False
@@ -69,9 +71,22 @@ class Term:
     async def take(self, leader: str) -> Lead | None:
         """Takes the term, and renews it from then on, if no manager has it. Returns the one that has it, or None:
         this manager leads. leader: the address under which members reach it. Raises as `Database.transaction`."""
-        start = _now()
-        lead = await self._run(lambda: self._terms.take(leader, self._seconds))
+        start, last = _now(), self.lead
+        unrenewed = last if last is not None and start - self._told >= last.length else None
+        lead = await self._run(lambda: self._terms.take(leader, self._seconds, unrenewed))
+        if lead is not None and (last is None or lead.renewal != last.renewal):
+            self._told = _now()
+        self.lead = lead
         if lead is None:
+            if unrenewed is not None and unrenewed.seconds > 0:
+                log.warning(
+                    "the term of %s was not renewed for %g s and is over, although the clock of ledger=%s gave it %.0f "
+                    "s more: was that clock set back?",
+                    unrenewed.leader,
+                    unrenewed.length,
+                    self.name,
+                    unrenewed.seconds,
+                )
             self._end = start + self._seconds
             self.lost.clear()
             self._keeping = asyncio.create_task(self._keep(), name="term")

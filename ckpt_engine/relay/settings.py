@@ -7,7 +7,7 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckpt_engine.addresses import split_address
+from ckpt_engine.addresses import EVERY_ADDRESS, split_address
 from ckpt_engine.connection import checked_address
 from ckpt_engine.core.deadlines import LONGEST_SECONDS, Deadlines
 from ckpt_engine.core.loopback import is_loopback
@@ -88,9 +88,6 @@ class RelaySettings:
                     f"--listen {self.listen}: say with --advertise at which name or IP other hosts reach this one"
                 )
         return Network(self.listen, address, self.slot_grace, self.insecure)
-
-
-EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
 def _towards(manager: str) -> str:

@@ -88,6 +88,45 @@ async def test_a_manager_whose_term_was_taken_writes_nothing_more(postgresql: Se
             await each.close()
 
 
+async def test_a_database_clock_that_is_set_back_keeps_nobody_from_leading(
+    postgresql: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No test may set the clock of its machine. What a clock that was set back leaves is a term that ends in an hour;
+    the managers' own clock is a fake, so that nothing here waits for it."""
+    now = 1000.0
+    monkeypatch.setattr("ckpt_engine.manager.term._now", lambda: now)
+    address = postgresql.new_database()
+    moment = "SELECT until FROM ckpt_engine.term"
+    set_back = "UPDATE ckpt_engine.term SET until = until + interval '1 hour'"
+    async with asking(address) as first, asking(address) as second:
+        assert await first.take("a:1") is None
+        await first._stop_keeping()
+        ledger = await first.ledger()
+        postgresql.run(set_back, database_of(address))
+        lead = await second.take("b:1")
+        assert lead is not None
+        assert lead.seconds > 3600
+        now += 59.9
+        assert await second.take("b:1") is not None, "it may still lead, by its own clock"
+        assert first.held
+        first._terms.renew(60.0)
+        postgresql.run(set_back, database_of(address))
+        now += 0.2
+        assert await second.take("b:1") is not None, "it was renewed"
+        now += 59.9
+        assert await second.take("b:1") is not None
+        now += 0.2
+        assert await second.take("b:1") is None, "nobody has renewed it for a term"
+        assert "term of a:1 was not renewed for 60 s" in caplog.text
+        assert "was that clock set back?" in caplog.text
+        (until,) = postgresql.run(moment, database_of(address))
+        with pytest.raises(LostTermError):
+            await ledger.spend_epoch(9)
+        assert await first.take("a:1") is not None
+        assert postgresql.run(moment, database_of(address)) == [until]
+        await ledger.close()
+
+
 async def test_what_was_written_is_there_before_another_leads(postgresql: Server) -> None:
     """A write that began in a term and goes on after its end holds the term's row: the next manager waits for it."""
     address = postgresql.new_database()

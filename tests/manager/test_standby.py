@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import time
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ import pytest
 
 from ckpt_engine.client import Client
 from ckpt_engine.core.problems import CkptEngineError, ErrorCode
+from ckpt_engine.manager.service import ManagerConfig
+from ckpt_engine.manager.standby import run_manager
+from ckpt_engine.security.server import ServerSecurity
 from tests.postgresql import PASSWORD, Server
 from tests.shared_ledger import Manager, roles, two_managers
 from tests.waiting import PATIENCE, eventually
@@ -49,6 +53,16 @@ def test_one_leads_until_it_is_stopped_killed_or_ended(pair: list[Manager]) -> N
     for each in pair:
         assert "Traceback" not in each.log
         assert PASSWORD not in each.log
+
+
+@pytest.mark.parametrize(("listen", "advertise"), [("0.0.0.0:50051", ""), ("[::]:50051", ""), ("a:50051", "0.0.0.0")])
+async def test_an_address_that_names_no_manager_is_refused(listen: str, advertise: str) -> None:
+    """Callers would be sent there."""
+    config = ManagerConfig(
+        listen, ledger="postgresql://db/ledger", advertise=advertise, security=ServerSecurity(insecure=True)
+    )
+    with pytest.raises(CkptEngineError, match=r"Say with --advertise at which name or IP .* --advertise NAME:50051"):
+        await run_manager(config, asyncio.Event())
 
 
 def check_answers(leader: Manager, standby: Manager) -> bool:

@@ -181,6 +181,10 @@ class ManagerMachine:
         """All replicas by name, as they were last heard of. For reading only, and at once."""
         return self._members.replicas
 
+    def last_heard(self) -> float | None:
+        """As `Members.last_heard`."""
+        return self._members.last_heard()
+
     def located(self, request: manager_pb2.LocateVersionRequest) -> manager_pb2.LocateVersionResponse:
         """The answer to LocateVersion. Raises CkptEngineError."""
         return located(self._state, request)

@@ -332,6 +332,14 @@ class Members:
         names = sorted(self.replicas)
         return [self.replicas[name] for name in names if self.replicas[name].receives and self.replicas[name].peer]
 
+    def last_heard(self) -> float | None:
+        """When one of them was heard last, in monotonic seconds, if all have lost their sessions without a goodbye;
+        None: one has a session, or none is known."""
+        if self.by_peer:
+            return None
+        known: list[Member] = [*self.trainers.values(), *self.replicas.values(), *self.holders.values()]
+        return max((member.heard for member in known), default=None)
+
     def lose(self, peer: Peer) -> Member | None:
         """Takes the stream away from its member. Returns the member; None: the stream spoke for none."""
         member = self.by_peer.pop(peer, None)
