@@ -146,7 +146,7 @@ def test_an_evicted_canary_stays_out_of_it(story: Story) -> None:
     (row,) = story.deployments
     assert (dead in row.participants, len(row.participants), row.min_replicas) == (False, 3, 3)
     story.evict(lost)  # which this manager knows as a participant only
-    refused(story.retry(lost), Problem.NOT_FOUND)
+    refused(story.retry(lost), Problem.CODE_NOT_FOUND)
     story.restart_manager()
     (row,) = story.deployments
     assert (lost in row.participants, len(row.participants), row.min_replicas) == (False, 2, 2)
@@ -174,11 +174,11 @@ def test_an_undone_number_is_refused(story: Story) -> None:
     for _ in range(2):
         for wishes in ({"strategy": "canary"}, {}):
             result = story.update(group, version=1, **wishes)
-            refused(result, Problem.FAILED_PRECONDITION, "version 1 of lineage 'run' was undone", "it babbles", "next")
+            refused(result, Problem.CODE_FAILED_PRECONDITION, "version 1 of lineage 'run' was undone", "it babbles", "next")
         assert serve(story) == [0] * 4
         assert [each.state for each in story.ledger.deployments.values()] == [Row.STATE_UNDONE]
         story.restart_manager()
-    refused(story.deploy(Action.ACTION_APPROVE, report.deployment.number), Problem.FAILED_PRECONDITION, "it babbles")
+    refused(story.deploy(Action.ACTION_APPROVE, report.deployment.number), Problem.CODE_FAILED_PRECONDITION, "it babbles")
     assert story.trained(group).identity.version == 2
 
 
