@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,7 +26,8 @@ from ckpt_engine.gateway.answering import Answering
 from ckpt_engine.gateway.chat_text import CHAT_ROUTE
 from ckpt_engine.gateway.dialect import ParsedRequest
 from ckpt_engine.gateway.door import GatewayDoor
-from ckpt_engine.gateway.json_numbers import load_answer, load_request
+from ckpt_engine.gateway.fleet import FleetReplica
+from ckpt_engine.gateway.json_numbers import dump, load_answer, load_request
 from ckpt_engine.gateway.large_json import LARGE_BYTES, values_of
 from ckpt_engine.gateway.passing import PassedRequest
 from ckpt_engine.gateway.placing import Placing
@@ -177,7 +178,7 @@ class Gateway:
         prompt = request.singles[0].prompt if request else ()
         session = request.session if request else str(body.get("user") or "")
         key = session or _text_key(body, request)
-        wishes = wishes_of(headers, field, key, prompt, self.placing.settings, authorized)
+        wishes = wishes_of(headers, field, key, prompt, self.placing.settings, authorized, body.get("model"))
         speakers = engines.speakers.get(route, frozenset())
         forms = engines.rendered.get(route, {})
         if dialect is None and wishes.resume and (forms or (route == CHAT_ROUTE and engines.chat_texts)):
@@ -270,19 +271,29 @@ class Gateway:
             await writer.refuse(RefusedError(404, refusals.NO_MODEL, detail))
 
     async def _ask_models(self) -> None:
-        """Asks a replica for its models."""
-        now = time.monotonic()
-        for member in list(self.placing.fleet.members.values()):
-            if not member.news.url or now < member.shunned_until:
-                continue
-            try:
-                answer = await self.placing.upstream.get(member.news.url, "/v1/models")
-            except Exception as error:
-                log.info("no models from %s: %s", member.name, error)
-                continue
-            if answer.status == 200:
-                self._models = answer.content, answer.headers.get("content-type", "application/json")
+        """Asks a replica for its models. Those of different replicas differ in the adapters that they have, so then all
+        are asked."""
+        now, fleet = time.monotonic(), self.placing.fleet
+        members = [each for each in fleet.members.values() if each.news.url and now >= each.shunned_until]
+        if fleet.shelves:
+            answers = [each for each in await asyncio.gather(*map(self._models_of, members)) if each is not None]
+            self._models = all_models(answers) or self._models
+            return
+        for member in members:
+            if (answer := await self._models_of(member)) is not None:
+                self._models = answer
                 return
+
+    async def _models_of(self, member: FleetReplica) -> tuple[bytes, str] | None:
+        """Body and content type of a replica's answer; None: it gave none."""
+        try:
+            answer = await self.placing.upstream.get(member.news.url, "/v1/models")
+        except Exception as error:
+            log.info("no models from %s: %s", member.name, error)
+            return None
+        if answer.status != 200:
+            return None
+        return answer.content, answer.headers.get("content-type", "application/json")
 
     async def _alive(self, scope: Scope, receive: Receive, send: Send) -> None:
         await Writer(send, self.placing.settings.idle).whole({"alive": True})
@@ -315,6 +326,19 @@ class Gateway:
     async def _metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = self.placing.metrics.exposition()
         await Writer(send, self.placing.settings.idle).answer(200, b"text/plain; version=0.0.4", body, {})
+
+
+def all_models(answers: Sequence[tuple[bytes, str]]) -> tuple[bytes, str] | None:
+    """Joins replicas' lists of models, each given as body and content type, by the models' names; None: there are
+    none."""
+    if len({body for body, _ in answers}) <= 1:
+        return next(iter(answers), None)
+    try:
+        lists = [load_answer(body) for body, _ in answers]
+        models = {model["id"]: model for each in lists for model in each["data"]}
+    except (ValueError, LookupError, TypeError):
+        return answers[0]
+    return dump({**lists[0], "data": list(models.values())}), answers[0][1]
 
 
 class _Endpoint:

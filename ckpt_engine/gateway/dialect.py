@@ -59,9 +59,11 @@ class Legs(ABC):
         """The finish of a sample in this dialect, where the engine's own did not arrive."""
 
     def about_versions(self, stitch: Stitch) -> dict[str, Any]:
-        """The `ckpt_engine` object of a sample's answer: its versions and legs."""
+        """The `ckpt_engine` object of a sample's answer: its versions and legs, and the version of its adapter."""
         legs = [leg.to_dict() for leg in stitch.legs]
         about = {**version_summary(stitch.spans()), "resumes": stitch.resumes, "legs": legs}
+        if stitch.adapter:
+            about["adapter"] = stitch.adapter
         if (scored := stitch.prompt_span()) is not None:
             about["prompt"] = scored.to_dict()
         return {**about, "not_resumable": self.request.not_resumable} if self.request.not_resumable else about

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
 
+from ckpt_engine.core.adapters import asked_version
 from ckpt_engine.core.version_bounds import VersionBounds
 from ckpt_engine.gateway import refusals
 from ckpt_engine.gateway.refusals import RefusedError
@@ -54,6 +55,25 @@ class ReplicaNews:
     next: GatewayVersion | None = None
     mode: str = ""  # the pause mode of the running update, as the wire names it; empty: none runs
     mislabels: bool = False  # its engine may label its tokens with a wrong version
+
+
+@dataclass(frozen=True)
+class ShelfNews:
+    """The state of one adapter in one engine, as the manager reports it: to the manager it is a replica."""
+
+    name: str
+    url: str  # of its engine; empty: unknown
+    adapter: str
+    serves: bool  # whether the manager says that it serves a version
+    identity: GatewayVersion | None = None  # the one that it was given last
+
+
+@dataclass
+class FleetShelf:
+    """What a gateway process knows of one adapter in one engine."""
+
+    news: ShelfNews
+    versions: OrderedDict[int, None] = field(default_factory=OrderedDict)  # that it had; it may have dropped old ones
 
 
 NONE: Mapping[str, ReplicaNews] = MappingProxyType({})
@@ -212,9 +232,10 @@ class FleetReplica:
 
 @dataclass(frozen=True)
 class VersionWant(VersionBounds):
-    """The replicas that a request may go to."""
+    """The replicas that a request may go to. All but `model` means the version of the base."""
 
     engines: frozenset[str] = frozenset()  # kinds that speak its dialect; empty: any
+    model: str = ""  # the request's, which may name an adapter, or a version of one
 
     def against(self, span: Span) -> RefusedError | None:
         """The refusal if a span's tokens may be of a version that the request does not accept. A span that is not exact
@@ -239,6 +260,7 @@ class Fleet:
 
     def __init__(self) -> None:
         self.members: dict[str, FleetReplica] = {}  # by name
+        self.shelves: dict[str, FleetShelf] = {}  # by name
         self.latest: dict[str, GatewayVersion] = {}  # the last version of each lineage, in the manager's news
         self.heard = False  # whether any news has come
         self._highest: dict[str, int] = {}  # the highest number that `latest` had, by lineage
@@ -268,6 +290,21 @@ class Fleet:
                 del self.members[name]
             elif member is not None:
                 member.news = replace(member.news, state=FleetState.CLOSED, reason="it was taken out")
+
+    def tell_shelves(self, news: Iterable[ShelfNews], removed: Iterable[str] = ()) -> None:
+        """Takes in news of adapters."""
+        for each in news:
+            shelf = self.shelves.setdefault(each.name, FleetShelf(each))
+            if shelf.news.url != each.url:
+                shelf.versions.clear()  # another engine
+            shelf.news = each
+            if each.identity is not None:
+                shelf.versions[each.identity.version] = None
+                shelf.versions.move_to_end(each.identity.version)
+                while len(shelf.versions) > HISTORY:
+                    shelf.versions.popitem(last=False)
+        for name in removed:
+            self.shelves.pop(name, None)
 
     def tell_latest(self, latest: Iterable[GatewayVersion]) -> None:
         """Takes in the last version of every lineage."""
@@ -325,8 +362,20 @@ class Fleet:
         for states in (TAKES, (FleetState.AWAY,)):
             candidates = [member for member in able if member.news.state in states]
             if candidates:
-                return candidates
+                return self._with_adapter(candidates, want)
         return []
+
+    def _with_adapter(self, members: list[FleetReplica], want: VersionWant) -> list[FleetReplica]:
+        """Of these the replicas that have the adapter of a request: best those that had the version that it names, or
+        else those that serve one, or else any that may be given it. All, if the request is for none that is known."""
+        adapter, version = asked_version(want.model)
+        shelves = {shelf.news.url: shelf for shelf in self.shelves.values() if shelf.news.adapter == adapter}
+        if not any(member.news.url in shelves for member in self.members.values()):
+            return members
+        able = [(member, shelves[member.news.url]) for member in members if member.news.url in shelves]
+        serving = [(member, shelf) for member, shelf in able if shelf.news.serves]
+        exact = [(member, shelf) for member, shelf in serving if version in shelf.versions]
+        return [member for member, _ in exact or serving or able]
 
     def why_unplaced(self, want: VersionWant, now: float) -> str:
         """Why no replica can serve: one clause a replica."""
@@ -338,6 +387,8 @@ class Fleet:
                 parts.append(f"{name} is {member.news.state.value} ({member.news.reason or 'no reason was told'})")
             elif now < member.shunned_until:
                 parts.append(f"{name}: {member.last_failure}")
+            elif not self._with_adapter([member], want):
+                parts.append(f"{name} has no adapter {asked_version(want.model)[0]}")
             elif not self._fits(member, want):
                 identity = member.news.identity
                 run = f" of {identity.lineage!r}" if identity is not None and identity.lineage and want.lineage else ""

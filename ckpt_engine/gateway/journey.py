@@ -73,7 +73,6 @@ class Journey:
         self._dry = 0
         self._last_check: object = None
         self._identifier = uuid.uuid4().hex
-        self._adapter = ""  # the version of an adapter that the sample began with, as a `model`
 
     async def pieces(self) -> AsyncGenerator[AnswerPiece, None]:
         """Yields pieces for the caller as they come; after the last one the stitch is finished.
@@ -83,6 +82,8 @@ class Journey:
         patience = self._placing.patience(self._wishes.queue_seconds)
         unsuited: dict[str, ReplicaNews] = {}
         while self._stitch.finish is None:
+            if self._stitch.started and self._stitch.adapter:
+                self._want = replace(self._want, model=self._stitch.adapter)
             member = await self._placing.place(self._want, self._wishes.key, patience, self._resumed, unsuited)
             leg = self._stitch.begin(member.name)
             why, silent, url, life, news = "", False, member.news.url, member.life, member.news
@@ -136,7 +137,8 @@ class Journey:
     def _content(self, identifier: str, large: bool = False) -> bytes:
         """Encodes the body of the next leg. May run on any thread."""
         body = self._dialect.leg_body(self._stitch, identifier)
-        return dump({**body, "model": self._adapter} if self._adapter and self._stitch.started else body, large)
+        adapter = self._stitch.adapter
+        return dump({**body, "model": adapter} if adapter and self._stitch.started else body, large)
 
     async def _leg(self, member: FleetReplica, visit: Visit) -> AsyncGenerator[AnswerPiece, None]:
         stitch, number = self._stitch, len(self._stitch.legs)
@@ -153,7 +155,7 @@ class Journey:
         ) as stream:
             leg = stitch.leg
             if not stitch.started:
-                self._adapter = stream.adapter
+                stitch.adapter = stream.adapter
             admitted = self._placing.let_in(member, visit, stream.admitted, self._want)
             leg.bounds, leg.identify, leg.caches, leg.entry = visit.bounds, member.identify, visit.caches, visit.entry
             if admitted is not None and admitted.lineage and not self._want.lineage:

@@ -117,6 +117,7 @@ class Stitch:
         self.echo: list[int] = []
         self.echo_records: list[Any] = []
         self.legs: list[Leg] = []
+        self.adapter = ""  # the version of an adapter that the sample began with, as a `model`
         self.about: dict[str, Any] = {}
         self.scored: tuple[Leg, int] | None = None  # the leg that scored the prompt, and how many tokens of it
         self.finish: Finish | None = None

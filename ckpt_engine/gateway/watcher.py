@@ -16,7 +16,7 @@ import grpc.aio
 
 from ckpt_engine.channel import ManagerStub, open_channel, problem_of
 from ckpt_engine.core.pausing import mode_name
-from ckpt_engine.gateway.fleet import Fleet, FleetState, ReplicaNews
+from ckpt_engine.gateway.fleet import TAKES, Fleet, FleetState, ReplicaNews, ShelfNews
 from ckpt_engine.gateway.versions import GatewayVersion
 from ckpt_engine.leader import reached
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -35,6 +35,10 @@ _STATES = {
     manager_pb2.REPLICA_STATE_ASLEEP: FleetState.ASLEEP,
     manager_pb2.REPLICA_STATE_AWAY: FleetState.AWAY,
 }
+
+
+_SERVES = (*TAKES, FleetState.AWAY)
+"""States in which an adapter's versions are served: an update of it pauses nothing, and it needs no agent."""
 
 
 class StaleError(Exception):
@@ -63,15 +67,17 @@ class News:
         self._run, self._sequence = message.run, message.sequence
         news = [_replica_news(replica) for replica in message.replicas if replica.pool == self._pool]
         others = {replica.name for replica in message.replicas if replica.pool != self._pool}
+        shelves = [_shelf_news(replica) for replica in message.replicas if _is_shelf(replica)]
         if message.snapshot:
             self._names = set()
-        self._names |= {each.name for each in news}
+        self._names |= {each.name for each in news} | {each.name for each in shelves}
         settled = not message.settling and (self._settling or message.snapshot)
         removed = set(message.gone) | (others & self._fleet.members.keys())
         if settled:
-            removed |= self._fleet.members.keys() - self._names
+            removed |= (self._fleet.members.keys() | self._fleet.shelves.keys()) - self._names
         self._settling = message.settling
         self._fleet.tell(news, sorted(removed))
+        self._fleet.tell_shelves(shelves, sorted(removed - {each.name for each in shelves}))
         self._fleet.tell_latest(map(_identity, message.latest))
 
 
@@ -100,6 +106,17 @@ async def _one_stream(manager: str, name: str, news: News, changed: Callable[[],
                 return
             news.take(message)
             changed()
+
+
+def _is_shelf(replica: manager_pb2.WatchedReplica) -> bool:
+    """Whether it is an adapter in an engine: such a replica is called after its engine's and the adapter's pool."""
+    return bool(replica.pool) and replica.name.endswith(f".{replica.pool}")
+
+
+def _shelf_news(replica: manager_pb2.WatchedReplica) -> ShelfNews:
+    identity = _identity(replica.identity) if replica.HasField("identity") else None
+    serves = _STATES.get(replica.state, FleetState.CLOSED) in _SERVES and identity is not None
+    return ShelfNews(replica.name, replica.url.rstrip("/"), replica.pool, serves, identity)
 
 
 def _replica_news(replica: manager_pb2.WatchedReplica) -> ReplicaNews:

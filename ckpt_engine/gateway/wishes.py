@@ -28,12 +28,13 @@ def wishes_of(
     prompt: Sequence[int],
     settings: GatewaySettings,
     authorized: bool,
+    model: Any = "",
 ) -> Wishes:
     """Parses a caller's wishes. Raises RefusedError (400).
 
     headers: with names in lower case. field: the value of the body's `weight_version`; None: it has none. session,
     prompt: from the body. authorized: the gateway itself has checked the caller's token, so the token is not passed on
-    to engines.
+    to engines. model: from the body, unchecked.
     """
     session_name = next((headers[name] for name in ROUTING_KEYS if headers.get(name)), "") or session
     resume = headers.get(RESUME, "on").lower()
@@ -43,7 +44,8 @@ def wishes_of(
         bounds = bounds_of(headers, field)
     except ValueError as error:
         raise bad_request(str(error)) from error
-    want = VersionWant(bounds.lineage, bounds.version, bounds.min_version, bounds.max_lag)
+    name = model if isinstance(model, str) else ""
+    want = VersionWant(bounds.lineage, bounds.version, bounds.min_version, bounds.max_lag, model=name)
     leg_headers = {name: headers[name] for name in _PASSED if name in headers}
     if not authorized and "authorization" in headers:
         leg_headers["authorization"] = headers["authorization"]

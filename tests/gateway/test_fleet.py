@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from ckpt_engine.core.version_bounds import VersionBounds
 from ckpt_engine.gateway import dialect
+from ckpt_engine.gateway.app import all_models
 from ckpt_engine.gateway.choice import BOUND, choose, key_of, ranked
 from ckpt_engine.gateway.fleet import Fleet, FleetState, ReplicaNews, VersionWant, Visit
 from ckpt_engine.gateway.refusals import RefusedError
@@ -150,6 +152,67 @@ def test_a_gateway_takes_in_the_replicas_of_its_pool_and_lets_go_of_one_that_cha
     actor.pool = "judge"
     news.take(message(sequence=1, replicas=[actor]))
     assert not fleet.members
+
+
+def shelf(engine: str, adapter: str, version: int, serving: bool = True) -> manager_pb2.WatchedReplica:
+    """An adapter in a replica, as the manager reports it."""
+    return manager_pb2.WatchedReplica(
+        name=f"{engine}.{adapter}",
+        pool=adapter,
+        url=f"http://{engine}",
+        engine="vllm",
+        state=manager_pb2.REPLICA_STATE_SERVING if serving else manager_pb2.REPLICA_STATE_CLOSED,
+        identity=weights_pb2.Identity(lineage=adapter, version=version, root=bytes(32)),
+    )
+
+
+def test_a_request_for_an_adapter_goes_to_a_replica_that_has_it() -> None:
+    """Best to one that had the version that it names: what is told is the newest one only."""
+    fleet = Fleet()
+    news = News(fleet)
+    far = replica("d.blue")
+    far.pool = "blue"
+    news.take(message(snapshot=True, replicas=[*map(replica, "abc"), shelf("a", "policy", 7), shelf("b", "policy", 7)]))
+    news.take(message(sequence=1, replicas=[shelf("b", "policy", 8), far]))
+    assert sorted(fleet.members) == ["a", "b", "c"], "shelves get no requests of their own"
+    assert names(fleet, VersionWant(model="policy")) == ["a", "b"]
+    assert names(fleet, VersionWant(model="policy@8")) == ["b"]
+    assert names(fleet, VersionWant(model="policy@7")) == ["a", "b"]
+    assert names(fleet, VersionWant(model="policy@6")) == ["a", "b"], "from before this gateway's start"
+    assert names(fleet, VersionWant(model="base")) == ["a", "b", "c"]
+    assert names(fleet, VersionWant(model="blue")) == ["a", "b", "c"], "the name of a pool like others"
+    news.take(message(sequence=2, replicas=[shelf("b", "policy", 8, serving=False)]))
+    assert names(fleet, VersionWant(model="policy@8")) == ["a"]
+    news.take(message(sequence=3, replicas=[shelf("a", "policy", 7, serving=False)]))
+    assert names(fleet, VersionWant(model="policy")) == ["a", "b"], "they say best why they do not"
+    news.take(message(sequence=4, replicas=[shelf("b", "policy", 8)], gone=["b"]))
+    assert names(fleet, VersionWant(model="policy")) == ["a"]
+    news.take(message(sequence=5, gone=["a"]))
+    assert names(fleet, VersionWant(model="policy")) == ["c"], "which says that it has none"
+    news.take(message(run="two", snapshot=True, replicas=[replica("a"), replica("b"), shelf("b", "critic", 1)]))
+    assert names(fleet, VersionWant(model="critic")) == ["b"]
+    assert names(fleet, VersionWant(model="policy")) == ["a", "b"]
+
+
+def test_why_a_request_for_an_adapter_has_no_replica() -> None:
+    fleet = Fleet()
+    News(fleet).take(message(snapshot=True, replicas=[replica("a"), replica("b"), shelf("b", "policy", 7)], sequence=1))
+    fleet.failed(fleet.members["b"], 0.0, "it is busy")
+    assert names(fleet, VersionWant(model="policy")) == []
+    assert fleet.why_unplaced(VersionWant(model="policy"), 0.1) == "a has no adapter policy; b: it is busy"
+
+
+def test_the_models_of_all_replicas_are_listed_once() -> None:
+    bodies = [
+        json.dumps({"object": "list", "data": [{"id": name} for name in each]}).encode()
+        for each in (("tiny", "policy@7"), ("tiny", "policy@8"))
+    ]
+    both = all_models([(body, "application/json") for body in bodies])
+    assert both is not None
+    assert [model["id"] for model in json.loads(both[0])["data"]] == ["tiny", "policy@7", "policy@8"]
+    assert all_models([(bodies[0], "a"), (bodies[0], "a")]) == (bodies[0], "a")
+    assert all_models([(bodies[0], "a"), (b"<html>", "b")]) == (bodies[0], "a")
+    assert all_models([]) is None
 
 
 def test_what_was_missed_or_is_older_makes_it_dial_again() -> None:

@@ -60,6 +60,7 @@ async def test_a_request_for_an_adapter_goes_on_with_the_version_that_it_began_w
     async with asking(engine) as client:
         answer = await client.post("/v1/completions", json={**BODY, "model": "policy"})
     assert answer.json()["choices"][0]["token_ids"] == WHOLE
+    assert answer.json()["choices"][0]["ckpt_engine"]["adapter"] == "policy@7"
     assert [body["model"] for body in engine.asked] == ["policy", "policy@7"]
 
 
