@@ -38,36 +38,38 @@ def program(name: str) -> str | None:
 class Server:
     """A running server. ``pid`` is its main process."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, primary: Server | None = None, network: str = "") -> None:
+        """primary: that it is to follow, asynchronously, until it is promoted. network: of another host that reaches
+        it, besides this one, as 198.18.0.0/15."""
         self.port = free_port()
+        self._listen = "*" if network else "127.0.0.1"
         self._folder = folder
-        self._initdb, self._postgres = program("initdb"), program("postgres")
         self._as = {"user": "nobody", "group": pwd.getpwnam("nobody").pw_gid} if os.getuid() == 0 else {}
         if self._as:
             os.chown(folder, pwd.getpwnam("nobody").pw_uid, -1)
-        secret = folder / "secret"
-        secret.write_text(PASSWORD)
-        secret.chmod(0o644)
-        subprocess.run(
-            [str(self._initdb), "-D", folder / "data", "-U", USER, f"--pwfile={secret}", *_INITIAL],
-            check=True,
-            capture_output=True,
-            timeout=PATIENCE,
-            **self._as,  # type: ignore[call-overload]
-        )
+        if primary is None:
+            secret = folder / "secret"
+            secret.write_text(PASSWORD)
+            secret.chmod(0o644)
+            self._program("initdb", "-U", USER, f"--pwfile={secret}", *_INITIAL)
+        else:
+            self._program("pg_basebackup", "-d", primary.address(), "--write-recovery-conf", "--checkpoint=fast")
+        if network:
+            with (folder / "data" / "pg_hba.conf").open("a") as rules:
+                rules.write(f"host all all {network} scram-sha-256\n")
         self.start()
 
     def start(self) -> None:
         """Starts it, also again, and returns once it answers."""
         settings = {
             "port": self.port,
-            "listen_addresses": "127.0.0.1",
+            "listen_addresses": self._listen,
             "unix_socket_directories": self._folder,
             "shared_buffers": "16MB",
         }
         options = [f"--{key}={value}" for key, value in settings.items()]
         self._process = subprocess.Popen(
-            [str(self._postgres), "-D", self._folder / "data", *options],
+            [str(program("postgres")), "-D", self._folder / "data", *options],
             stderr=subprocess.DEVNULL,
             **self._as,  # type: ignore[call-overload]
         )
@@ -79,6 +81,23 @@ class Server:
         self._process.send_signal(signal.SIGCONT)
         self._process.send_signal(number)
         self._process.wait(PATIENCE)
+
+    def has_all_of(self, primary: Server) -> bool:
+        """Whether it has received and replayed what is on the disk of the server that it follows."""
+        ((written,),) = primary.run("SELECT pg_current_wal_flush_lsn()")
+        ((has,),) = self.run(f"SELECT pg_last_wal_replay_lsn() >= '{written}'")
+        return bool(has)
+
+    def stop_following(self) -> None:
+        """From now on it receives nothing more."""
+        self.run("ALTER SYSTEM SET primary_conninfo = ''")
+        self.run("SELECT pg_reload_conf()")
+        receiving = "SELECT 1 FROM pg_stat_wal_receiver"
+        eventually("PostgreSQL follows no more", PATIENCE, lambda: not self.run(receiving))
+
+    def promote(self) -> None:
+        """It takes over, with what it has received."""
+        self._program("pg_ctl", "promote")
 
     def address(self, database: str = "postgres") -> str:
         """A database's address, with the password."""
@@ -96,6 +115,16 @@ class Server:
             rows = connection.execute(statement.encode())
             return rows.fetchall() if rows.description else []
 
+    def _program(self, name: str, *arguments: str) -> None:
+        subprocess.run(
+            [str(program(name)), "-D", self._folder / "data", *arguments],
+            check=True,
+            capture_output=True,
+            timeout=PATIENCE,
+            cwd="/",
+            **self._as,  # type: ignore[call-overload]
+        )
+
     def _answers(self) -> bool:
         try:
             return bool(self.run("SELECT 1"))
@@ -105,14 +134,15 @@ class Server:
 
 
 @contextmanager
-def running() -> Iterator[Server]:
-    """A server of its own, for a test that ends it. Skips the test where PostgreSQL is not installed."""
+def running(primary: Server | None = None, network: str = "") -> Iterator[Server]:
+    """A server of its own, for a test that ends it. primary, network: as of `Server`. Skips the test where PostgreSQL
+    is not installed."""
     if program("initdb") is None:
         pytest.skip("PostgreSQL's server is not installed here (Debian: postgresql)")
     folder = Path(tempfile.mkdtemp(prefix="ck-pg-", dir="/tmp"))
     try:
         folder.chmod(0o755)
-        server = Server(folder)
+        server = Server(folder, primary, network)
         try:
             yield server
         finally:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,16 +19,29 @@ from tests.waiting import PATIENCE, eventually
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-class Manager:
-    """One `ckpt-engine manager` process."""
+def health_of(address: str) -> int | None:
+    """What a manager tells a probe; None: nothing answers."""
+    with grpc.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            return int(stub.Check(health_pb2.HealthCheckRequest(), timeout=2).status)
+        except grpc.RpcError:
+            return None
 
-    def __init__(self, ledger: str, log: Path) -> None:
-        self.address, self.http, self._log, self._ledger = free_address(), free_address(), log, ledger
+
+class Manager:
+    """One `ckpt-engine manager` process. address: where it listens, if not at a free port of loopback. before: what its
+    command begins with on another host."""
+
+    def __init__(self, ledger: str, log: Path, address: str = "", before: Sequence[str] = ()) -> None:
+        self.address, self.http, self._log, self._ledger = address or free_address(), free_address(), log, ledger
+        self._before = before
         self.start()
 
     def start(self) -> None:
         """Starts it, also again."""
-        command = [sys.executable, "-m", "ckpt_engine", "manager", "--listen", self.address, "--http", self.http]
+        command = [*self._before, sys.executable, "-m", "ckpt_engine", "manager"]
+        command += ["--listen", self.address, "--http", self.http, *(["--insecure"] if self._before else [])]
         with self._log.open("ab") as output:
             self.process = subprocess.Popen(
                 [*command, "--deadline", "term=4", "--deadline", "lease=4"],
@@ -42,13 +55,8 @@ class Manager:
         return self._log.read_text()
 
     def health(self) -> int | None:
-        """What a probe is told; None: nothing answers."""
-        with grpc.insecure_channel(self.address) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            try:
-                return int(stub.Check(health_pb2.HealthCheckRequest(), timeout=2).status)
-            except grpc.RpcError:
-                return None
+        """As `health_of`."""
+        return health_of(self.address)
 
     def leads(self) -> bool:
         return self.health() == SERVING

@@ -13,6 +13,10 @@ That clock may be set back, and a term that is not renewed would then last for a
 term whose row it has seen unchanged for the whole of it by its own clock (`term.py`), if the row is still that one. Its
 holder has stopped by its own clock then, and can write nothing, since each write asks the row for its holder.
 
+The row also counts the writes of its term. If the database has fewer of them than its manager has made, a replica of
+the database took over that had not received all: the ledger was rolled back, and what that manager knows of it is no
+longer so. It gives its term up, and the one that has the next term reads the ledger again.
+
 A secret that is part of the database's address (its password) is in no message, log line or status.
 """
 
@@ -70,9 +74,9 @@ CREATE TABLE holds (replica TEXT PRIMARY KEY, since DOUBLE PRECISION NOT NULL, r
 CREATE TABLE deployments (number BIGINT PRIMARY KEY, undecided BIGINT NOT NULL, deployment BYTEA NOT NULL);
 CREATE TABLE term (
     number BIGINT NOT NULL, holder TEXT NOT NULL, leader TEXT NOT NULL, until TIMESTAMPTZ NOT NULL,
-    seconds DOUBLE PRECISION NOT NULL
+    seconds DOUBLE PRECISION NOT NULL, writes BIGINT NOT NULL
 );
-INSERT INTO term VALUES (0, '', '', 'epoch', 0);
+INSERT INTO term VALUES (0, '', '', 'epoch', 0, 0);
 """
 
 _HOLDS = "holder = %s AND until > clock_timestamp()"
@@ -227,12 +231,15 @@ class Database:
 class DatabaseStore:
     """The ledger's tables in a database, for the manager with the term. As `Store`."""
 
-    def __init__(self, database: Database, holder: str, *, fresh: bool = False) -> None:
-        """holder: as `Terms.take` has taken the term. fresh: the tables were just made."""
+    def __init__(self, database: Database, terms: Terms, lost: Callable[[], object], *, fresh: bool = False) -> None:
+        """terms: that has taken the term. lost: called on the ledger's thread once a write finds that it has ended.
+        fresh: the tables were just made."""
         self.name = database.name
         self.fresh = fresh
         self._database = database
-        self._holder = holder
+        self._terms = terms
+        self._holder = terms.holder
+        self._lost = lost
 
     def read(self, statements: Callable[[Statements], T]) -> T:
         """As `Store.read`."""
@@ -244,20 +251,32 @@ class DatabaseStore:
         return self._database.transaction(run)
 
     def write(self, statements: Callable[[Statements], T]) -> T:
-        """As `Store.write`. Raises LostTermError if the term has ended or was taken over."""
+        """As `Store.write`. Raises LostTermError if the term has ended or was taken over, or the database has lost
+        writes of it."""
+        count = self._terms.writes + 1
 
         def run(connection: psycopg.Connection[tuple[Any, ...]]) -> T:
-            held = connection.execute(f"SELECT number FROM term WHERE {_HOLDS} FOR UPDATE", (self._holder,))
-            if held.fetchone() is None:
+            held = connection.execute(
+                f"UPDATE term SET writes = writes + 1 WHERE {_HOLDS} RETURNING writes", (self._holder,)
+            ).fetchone()
+            if held is None:
                 raise LostTermError(
                     precondition(
                         f"this manager's term in the ledger {self.name} has ended: it writes nothing more, and "
                         "another one may lead by now"
                     ).problem
                 )
+            if held[0] < count:
+                raise LostTermError(precondition(rolled_back(self.name, count - held[0])).problem)
             return statements(_Translated(connection))
 
-        return self._database.transaction(run)
+        try:
+            result = self._database.transaction(run)
+        except LostTermError:
+            self._lost()
+            raise
+        self._terms.writes = count
+        return result
 
     def close(self) -> None:
         """Ends the connection."""
@@ -282,6 +301,8 @@ class Terms:
         self.holder = uuid.uuid4().hex
         """What the row names this manager by; a new one for each term, since a database that was rolled back may give a
         number twice."""
+        self.writes = 0
+        """At least so many writes of this term the database has confirmed."""
         self.name = database.name
         self._database = database
 
@@ -327,13 +348,13 @@ class Terms:
         def run(connection: psycopg.Connection[tuple[Any, ...]]) -> Lead | None:
             holder = uuid.uuid4().hex
             taken = connection.execute(
-                "UPDATE term SET number = number + 1, holder = %s, leader = %s, seconds = %s, "
+                "UPDATE term SET number = number + 1, holder = %s, leader = %s, seconds = %s, writes = 0, "
                 "until = clock_timestamp() + make_interval(secs => %s) "
                 "WHERE until <= clock_timestamp() OR (holder = %s AND until = %s)",
                 (holder, leader, seconds, seconds, holder_then, end_then),
             )
             if taken.rowcount == 1:
-                self.holder = holder
+                self.holder, self.writes = holder, 0
                 return None
             row = connection.execute(
                 "SELECT number, leader, extract(epoch FROM until - clock_timestamp()), seconds, holder, until FROM term"
@@ -343,18 +364,23 @@ class Terms:
 
         return self._database.transaction(run)
 
-    def renew(self, seconds: float) -> bool:
-        """Has the term last for `seconds` from now on. Returns whether this manager still had it."""
-        return self._database.transaction(
-            lambda connection: (
-                connection.execute(
-                    "UPDATE term SET seconds = %s, until = clock_timestamp() + make_interval(secs => %s) "
-                    f"WHERE {_HOLDS}",
-                    (seconds, seconds, self.holder),
-                ).rowcount
-                == 1
-            )
-        )
+    def renew(self, seconds: float) -> None:
+        """Has the term last for `seconds` from now on. Raises LostTermError if this manager has it no longer, or the
+        database has lost writes of it."""
+        count = self.writes
+
+        def run(connection: psycopg.Connection[tuple[Any, ...]]) -> None:
+            row = connection.execute(
+                "UPDATE term SET seconds = %s, until = clock_timestamp() + make_interval(secs => %s) "
+                f"WHERE {_HOLDS} RETURNING writes",
+                (seconds, seconds, self.holder),
+            ).fetchone()
+            if row is None:
+                raise LostTermError(precondition(f"ledger={self.name} was taken over by another manager").problem)
+            if row[0] < count:
+                raise LostTermError(precondition(rolled_back(self.name, count - row[0])).problem)
+
+        self._database.transaction(run)
 
     def release(self) -> None:
         """Ends the term now, if this manager has it, so that another one needs not wait for its end."""
@@ -367,6 +393,15 @@ class Terms:
     def close(self) -> None:
         """Ends the connection."""
         self._database.close()
+
+
+def rolled_back(ledger: str, lost: int) -> str:
+    """What is said of a database that has lost writes of the manager that leads."""
+    return (
+        f"the ledger {ledger} was rolled back: a replica of the database, or a copy, took over that lacks at least the "
+        f"last {lost} writes of this manager. It gives its term up; the one that leads next reads the ledger again and "
+        "goes on above what members have seen"
+    )
 
 
 def name_of(address: str) -> str:

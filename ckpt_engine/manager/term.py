@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.manager.ledger import KEPT_REPORTS, Ledger
-from ckpt_engine.manager.ledger_database import Database, DatabaseStore, Lead, Terms
+from ckpt_engine.manager.ledger_database import Database, DatabaseStore, Lead, LostTermError, Terms
 
 RENEWALS = 3
 """Attempts to renew a term while it lasts; also how often a manager that stands by looks, in that time."""
@@ -51,6 +51,7 @@ class Term:
         self._terms = Terms(Database(address, min(answer_seconds, seconds)))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="term")
         self._end = 0.0  # by `_now`
+        self._given_up = False  # the database's row may still have the term
         self._told = 0.0  # by `_now`: when this manager was first told of the renewal that `lead` has
         self.lead: Lead | None = None
         """Who led when this manager asked last."""
@@ -99,16 +100,21 @@ class Term:
 
     async def ledger(self, kept_reports: int = KEPT_REPORTS) -> Ledger:
         """The ledger, for writing as long as the term lasts. Its owner closes it. kept_reports: see `ledger.py`."""
-        holder, fresh, self._fresh = self._terms.holder, self._fresh, False
+        loop, fresh, self._fresh = asyncio.get_running_loop(), self._fresh, False
+
+        def lost() -> None:
+            loop.call_soon_threadsafe(self._give_up)
+
         return await Ledger.of(
-            lambda: DatabaseStore(Database(self._address, self._answer_seconds), holder, fresh=fresh), kept_reports
+            lambda: DatabaseStore(Database(self._address, self._answer_seconds), self._terms, lost, fresh=fresh),
+            kept_reports,
         )
 
     async def release(self) -> None:
         """Gives the term back, so that another manager can lead at once."""
         await self._stop_keeping()
-        if self.held:
-            self._end = 0.0
+        if self.held or self._given_up:
+            self._end, self._given_up = 0.0, False
             try:
                 await self._run(self._terms.release)
             except CkptEngineError as error:
@@ -131,19 +137,32 @@ class Term:
         """Renews the term until it is lost, or that fails in an unforeseen way."""
         try:
             await self._renew()
+            if not self._given_up:
+                log.warning("the term has ended: ledger=%s did not renew it for %g s", self.name, self._seconds)
+        except LostTermError as error:
+            log.warning("%s", error.problem.message)
+            self._given_up = True
         except Exception:
             log.exception("the term is given up")
+        self._lose()
+
+    def _give_up(self) -> None:
+        self._given_up = True
+        self._lose()
+
+    def _lose(self) -> None:
         self._end = 0.0
         self.lost.set()
 
     async def _renew(self) -> None:
-        renewing: asyncio.Future[bool] | None = None
-        start = _now()
+        renewing: asyncio.Future[None] | None = None
+        start = self._end - self._seconds  # before it was asked for, which may have taken most of the term
         due = start + self._seconds / RENEWALS
         while self.held:
             if renewing is None and _now() >= due:
                 start = _now()
                 renewing = asyncio.ensure_future(self._run(lambda: self._terms.renew(self._seconds)))
+                renewing.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be given up
             wake = self._end if renewing is not None else min(due, self._end)
             pause = asyncio.ensure_future(asyncio.sleep(max(0.0, wake - _now()) + 0.001))
             await asyncio.wait([each for each in (renewing, pause) if each], return_when=asyncio.FIRST_COMPLETED)
@@ -151,11 +170,11 @@ class Term:
             if renewing is not None and renewing.done():
                 due = start + self._seconds / RENEWALS
                 try:
-                    if not await renewing:
-                        log.warning("ledger=%s was taken over by another manager", self.name)
-                        break
+                    await renewing
                     if self.held:
                         self._end = start + self._seconds
+                except LostTermError:
+                    raise
                 except CkptEngineError as error:
                     log.warning("the term was not renewed: %s", error.problem.message)
                 renewing = None

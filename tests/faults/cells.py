@@ -93,6 +93,15 @@ VICTIMS = {
 }
 RELAY = "relay"
 """A victim in worlds that have one; it can suffer every fault."""
+LEADER = "leader"
+"""A victim in worlds with two managers on one database: the one that leads. It suffers until the other one leads."""
+LEADER_FAULTS = {
+    "kill": "SIGKILL",
+    "stop": "SIGSTOP, then SIGCONT",
+    "members": "cut off from all members: connections are reset, and none can be made",
+    "database": "cut off from the database in the same way",
+    "both": "cut off from members and database",
+}
 LEFT_OUT = {
     ("cut", "worker"): "a worker's connections are Unix sockets of one host, whose other end is the agent or the API "
     "server: they break when one of the two dies, which are the kill and stop cells of those",
@@ -119,6 +128,9 @@ class Cell:
         return frozenset(self._of_victim()), frozenset(self._of_bystander())
 
     def _of_victim(self) -> Iterator[str]:
+        if self.victim == LEADER:
+            yield NEW  # the call goes on under the next one
+            return
         if self.victim == RELAY:
             yield NEW  # what it cannot bring is read from the trainer, and what is mapped stays readable
             if self.stage == "join" and self.fault == "kill":
@@ -154,6 +166,8 @@ class Cell:
 
     def _of_bystander(self) -> Iterator[str]:
         yield NEW
+        if self.victim == LEADER:
+            return
         if self.victim == RELAY:
             if self.stage in ("quiesce", "transfer", "install", "verify", "commit", "resume"):
                 yield OLD  # the other one is there, and this one may not have come so far
@@ -166,4 +180,5 @@ class Cell:
 
 def all_cells() -> list[Cell]:
     without = [Cell(victim, fault, stage) for fault in FAULTS for victim in VICTIMS[fault] for stage in STAGES]
-    return without + [Cell(RELAY, fault, stage) for stage in RELAY_STAGES for fault in FAULTS]
+    relays = [Cell(RELAY, fault, stage) for stage in RELAY_STAGES for fault in FAULTS]
+    return without + relays + [Cell(LEADER, fault, stage) for fault in LEADER_FAULTS for stage in STAGES]

@@ -20,6 +20,8 @@ REACH_SECONDS = SETTLE_SECONDS = HEAL_SECONDS  # an engine starts meanwhile
 TIMEOUT_SECONDS = 20.0
 SHORT_TIMEOUT_SECONDS = 8.0
 """Of updates whose engine stands still until their end."""
+FIRST = ("register", "publish", "hello")
+"""Stages that come before an update is asked for."""
 FINER = 2
 """Workers of a replica that joins: their pieces are finer than those that the version was sealed in."""
 
@@ -32,6 +34,7 @@ class Result:
     ends: dict[str, str] = field(default_factory=dict)
     report: str = ""
     seconds: float = 0.0
+    led_after: float = 0.0  # seconds from the fault until another manager led, where the one that leads suffers
     wrong: list[str] = field(default_factory=list)
 
 
@@ -89,11 +92,11 @@ def _inject(world: World, cell: Cell, undo: ExitStack, timeout: float) -> None:
             world.heal()
         world.ask(timeout)
         return
-    with _reaching(world, cell, timeout):
+    with reaching(world, cell, timeout):
         _suffer(world, cell, undo)
     if cell.stage == "join":
         return  # the version that is there is the one that it joins
-    if cell.stage in ("register", "publish", "hello"):
+    if cell.stage in FIRST:
         if not world.trainer.alive or not world.manager.alive:
             world.heal()
         world.trainer.ready()
@@ -101,7 +104,7 @@ def _inject(world: World, cell: Cell, undo: ExitStack, timeout: float) -> None:
 
 
 @contextmanager
-def _reaching(world: World, cell: Cell, timeout: float) -> Iterator[Held]:
+def reaching(world: World, cell: Cell, timeout: float) -> Iterator[Held]:
     """Makes the stage come, and holds the process that reaches it."""
     stage = ALL_STAGES[cell.stage]
     if cell.stage == "publish":

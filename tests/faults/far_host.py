@@ -42,14 +42,15 @@ class FarHost:
         """Plugs it in again. May be repeated."""
         ip("-n", self.namespace, "link", "set", self.device, "up")
 
-    def lose(self) -> None:
-        """What its relay says to those of this side is lost; all else is heard."""
-        where = (self.relays, "lladdr", NOBODY, "dev", self.device, "nud", "permanent")
+    def lose(self, address: str = "") -> None:
+        """What it sends to one of this side's addresses is lost, by default to relays'; all else is heard."""
+        where = (address or self.relays, "lladdr", NOBODY, "dev", self.device, "nud", "permanent")
         ip("-n", self.namespace, "neigh", "replace", *where)
 
-    def find(self) -> None:
+    def find(self, address: str = "") -> None:
         """That is heard again. May be repeated."""
-        ip("-n", self.namespace, "neigh", "flush", "to", self.relays, "dev", self.device, "nud", "permanent")
+        where = (address or self.relays, "dev", self.device, "nud", "permanent")
+        ip("-n", self.namespace, "neigh", "flush", "to", *where)
 
 
 @contextmanager

@@ -15,8 +15,21 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.faults.cells import FAULTS, LEFT_OUT, RELAY, RELAY_STAGES, STAGES, VICTIMS, Cell, all_cells
+from tests.faults.cells import (
+    FAULTS,
+    LEADER,
+    LEADER_FAULTS,
+    LEFT_OUT,
+    RELAY,
+    RELAY_STAGES,
+    STAGES,
+    VICTIMS,
+    Cell,
+    all_cells,
+)
 from tests.faults.conductor import Result, play
+from tests.faults.leader_conductor import play_leader
+from tests.faults.leader_world import LeaderWorld
 from tests.faults.prober import Expected, make_weights
 from tests.faults.world import World
 from tests.tiny_model import make_tiny_qwen3
@@ -33,9 +46,9 @@ def make_models(path: Path) -> tuple[Path, Path, Expected]:
     return path / "bare", path / "weights", expected
 
 
-def relayed(cell: Cell) -> bool:
-    """Played in a world that has a relay."""
-    return cell.victim == RELAY
+def place_of(cell: Cell) -> str:
+    """The victim that a cell's world is made for: a relay, or one of two managers; empty: neither."""
+    return cell.victim if cell.victim in (RELAY, LEADER) else ""
 
 
 def restarts_an_engine(cell: Cell) -> bool:
@@ -45,28 +58,35 @@ def restarts_an_engine(cell: Cell) -> bool:
 
 
 def run(cells: Sequence[Cell], path: Path) -> list[Result]:
-    """Plays cells one after the other in one world, which is made anew after one that went wrong; those with a relay in
-    another one."""
+    """Plays cells one after the other in one world, which is made anew after one that went wrong; those with a relay,
+    and those with two managers, in others."""
     model, weights, expected = make_models(path)
     results: list[Result] = []
-    todo = sorted(cells, key=lambda cell: (relayed(cell), restarts_an_engine(cell)))
+    todo = sorted(cells, key=lambda cell: (place_of(cell), restarts_an_engine(cell)))
     worlds = 0
     while todo:
         worlds += 1
         place = path / f"world-{worlds}"
         place.mkdir()
-        by_relay = relayed(todo[0])
-        replicas = {"one": 1 if by_relay else 2, "two": 1}
-        with World(place, model, weights, expected, replicas, relayed=by_relay) as world:
-            while todo and relayed(todo[0]) == by_relay:
+        made_for = place_of(todo[0])
+        with new_world(made_for, place, (model, weights, expected)) as world:
+            while todo and place_of(todo[0]) == made_for:
                 cell = todo.pop(0)
-                result = play(world, cell)
+                result = play_leader(world, cell) if isinstance(world, LeaderWorld) else play(world, cell)
                 results.append(result)
                 show(result)
                 keep(path, results)
                 if result.wrong:
                     break
     return results
+
+
+def new_world(made_for: str, path: Path, models: tuple[Path, Path, Expected]) -> World:
+    """A world for the cells of a place."""
+    if made_for == LEADER:
+        return LeaderWorld(path, *models)
+    by_relay = made_for == RELAY
+    return World(path, *models, {"one": 1 if by_relay else 2, "two": 1}, relayed=by_relay)
 
 
 def keep(path: Path, results: Sequence[Result]) -> None:
@@ -82,6 +102,7 @@ def read(path: Path) -> list[Result]:
 
 def show(result: Result) -> None:
     ends = ", ".join(f"{name}: {end}" for name, end in result.ends.items())
+    ends += f", another led after {result.led_after:.1f} s" if result.led_after else ""
     print(
         f"{time.strftime('%H:%M:%S')} {result.cell} {result.seconds:.1f} s  {ends}  [{result.report[:200]}]", flush=True
     )
@@ -107,6 +128,13 @@ def tables(results: Sequence[Result]) -> str:
     for stage in RELAY_STAGES:
         row = [text(by_cell.get(Cell(RELAY, fault, stage))) for fault in FAULTS]
         lines.append(f"| {stage} | {' | '.join(row)} |")
+    lines += ["", "**The manager that leads**, of two on one PostgreSQL: it suffers until the other one leads. Behind "]
+    lines[-1] += "each end, after how many seconds that one led (with a `term` of 4 s and a `lease` of 3 s)."
+    lines += ["", *(f"- {fault}: {meaning}." for fault, meaning in LEADER_FAULTS.items()), ""]
+    lines += [f"| stage | {' | '.join(LEADER_FAULTS)} |", "|---" * (1 + len(LEADER_FAULTS)) + "|"]
+    for stage in STAGES:
+        row = [text(by_cell.get(Cell(LEADER, fault, stage))) for fault in LEADER_FAULTS]
+        lines.append(f"| {stage} | {' | '.join(row)} |")
     lines.append("")
     lines.append("Cells that there are not:")
     lines.append("")
@@ -118,6 +146,7 @@ def text(result: Result | None) -> str:
     if result is None:
         return "not run"
     ends = " / ".join(SHORT.get(end, end) for end in result.ends.values()) or "none"
+    ends += f", {result.led_after:.0f} s" if result.led_after else ""
     return f"**WRONG** {ends}" if result.wrong else ends
 
 

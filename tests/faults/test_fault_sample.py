@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.cells import FAULTS, RELAY, RELAY_STAGES, STAGES, Cell, all_cells
+from tests.faults.cells import FAULTS, LEADER, LEADER_FAULTS, RELAY, RELAY_STAGES, STAGES, Cell, all_cells
 from tests.faults.conductor import play
 from tests.faults.endurance import DEADLINES, MORE_BYTES, Checkpoint, Holdings, endure, judge
+from tests.faults.leader_conductor import play_leader
+from tests.faults.leader_world import LeaderWorld
 from tests.faults.prober import Expected
 from tests.faults.world import World
 
@@ -27,6 +29,10 @@ MORE = (
     Cell("trainer", "cut", "plan"),
     Cell("agent", "duplicate", "resume"),
     Cell("relay", "partition", "join"),
+)
+LOST_LEADERS = (
+    Cell(LEADER, "members", "plan"),
+    Cell(LEADER, "database", "transfer"),
 )
 REPEATS = (
     Cell("worker", "kill", "transfer"),  # the conformance suite kills workers
@@ -55,14 +61,26 @@ def test_a_sample_of_the_matrix(world: World, cell: Cell) -> None:
     assert not result.wrong, result
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_sample_of_lost_leaders(tmp_path: Path, models: tuple[Path, Path, Expected]) -> None:
+    with LeaderWorld(tmp_path, *models) as world:
+        for cell in LOST_LEADERS:
+            result = play_leader(world, cell)
+            assert not result.wrong, result
+
+
 def test_the_matrix_has_every_fault_at_every_stage() -> None:
     cells = all_cells()
-    assert {cell.fault for cell in cells} == set(FAULTS)
+    assert {cell.fault for cell in cells if cell.victim != LEADER} == set(FAULTS)
     assert {cell.stage for cell in cells if cell.victim != RELAY} == set(STAGES)
+    assert {(cell.fault, cell.stage) for cell in cells if cell.victim == LEADER} == {
+        (fault, stage) for fault in LEADER_FAULTS for stage in STAGES
+    }
     assert {(cell.fault, cell.stage) for cell in cells if cell.victim == RELAY} == {
         (fault, stage) for fault in FAULTS for stage in RELAY_STAGES
     }
-    assert {*SAMPLE, *MORE, *REPEATS} <= set(cells)
+    assert {*SAMPLE, *MORE, *REPEATS, *LOST_LEADERS} <= set(cells)
 
 
 @pytest.mark.slow

@@ -108,10 +108,8 @@ class World:
         self._environment[DIRECTORY] = str(self.relay_directory)
         self.manager_port = free_port()
         self.ledger = path / "ledger.sqlite"
-        self.manager = start_manager(path, self.manager_port, self._environment, self.ledger)
-        self._channel = grpc.insecure_channel(
-            f"127.0.0.1:{self.manager_port}", options=[("grpc.max_reconnect_backoff_ms", 300)]
-        )
+        self.managers = self._start_managers()
+        self._channel = self._open_channel()
         self._stub = ManagerStub(self._channel)
         self.trainer_proxy = self._proxy()
         self.relay_proxy = self._proxy() if relayed else None
@@ -137,7 +135,7 @@ class World:
         agents = [rollout.agent for rollout in self.replicas.values()]
         engines = [rollout.engine for rollout in self.replicas.values() if rollout.engine is not None]
         relays = [self.relay] if self.relay is not None else []
-        for member in (self.trainer, *agents, *engines, *relays, self.manager):
+        for member in (self.trainer, *agents, *engines, *relays, *self.managers):
             member.end()
         proxies = [self.relay_proxy] if self.relay_proxy is not None else []
         for proxy in (self.trainer_proxy, *proxies, *(rollout.proxy for rollout in self.replicas.values())):
@@ -146,10 +144,15 @@ class World:
 
     # -- processes
 
+    @property
+    def manager(self) -> Member:
+        """The manager; of several the one that leads."""
+        return self.managers[0]
+
     def restart_manager(self, cluster: str = "") -> None:
         """On the same ledger; cluster: for a new one."""
         self.manager.end()
-        self.manager = start_manager(self.path, self.manager_port, self._environment, self.ledger, cluster)
+        self.managers = self._start_managers(cluster)
 
     def restart_agent(self, name: str, workers: int = 0) -> None:
         """workers: of the engine that it launches, if another number than before."""
@@ -176,7 +179,7 @@ class World:
         """SIGKILL; returns when the process has gone."""
         process = psutil.Process(self.pid_of(victim, name))
         process.kill()
-        for member in (self.trainer, self.manager, self.replicas[name].agent, self.relay):
+        for member in (self.trainer, *self.managers, self.replicas[name].agent, self.relay):
             if member is not None and member.pid == process.pid:
                 member.process.wait(60)
                 return
@@ -290,8 +293,7 @@ class World:
 
     def supervise(self) -> None:
         """Starts what a supervisor would; engines are their agents' to start."""
-        if not self.manager.alive:
-            self.restart_manager()
+        self._supervise_managers()
         for rollout in self.replicas.values():
             if rollout.engine is not None and not rollout.engine.alive:
                 self.restart_engine(rollout.name)
@@ -302,6 +304,10 @@ class World:
         if not self.trainer.alive:
             self.restart_trainer()
         self.trainer.ready()
+
+    def _supervise_managers(self) -> None:
+        if not self.manager.alive:
+            self.restart_manager()
 
     def _complete(self) -> bool:
         status = self.status()
@@ -362,20 +368,32 @@ class World:
     def _proxy(self) -> Proxy:
         return Proxy(self.loop, ("127.0.0.1", self.manager_port))
 
+    def _start_managers(self, cluster: str = "") -> list[Member]:
+        return [start_manager(self.path, self.manager_port, self._environment, self.ledger, cluster)]
+
+    def _open_channel(self) -> grpc.Channel:
+        """The harness's own, which no fault cuts."""
+        options = [("grpc.max_reconnect_backoff_ms", 300)]
+        return grpc.insecure_channel(f"127.0.0.1:{self.manager_port}", options=options)
+
+    def _dialled(self, proxy: Proxy) -> str:
+        """What the member whose proxy it is names as its manager."""
+        return proxy.address
+
     def _relay(self) -> Member | None:
         proxy = self.relay_proxy
-        return None if proxy is None else start_relay(self.path, proxy.address, self._environment)
+        return None if proxy is None else start_relay(self.path, self._dialled(proxy), self._environment)
 
     def _agent(self, name: str, port: int, workers: int, proxy: Proxy, attached: bool) -> Member:
         if attached:
-            return start_attached_agent(self.path, name, proxy.address, port, self._environment)
-        return start_agent(self.path, name, proxy.address, self._model, port, workers, self._environment)
+            return start_attached_agent(self.path, name, self._dialled(proxy), port, self._environment)
+        return start_agent(self.path, name, self._dialled(proxy), self._model, port, workers, self._environment)
 
     def new_trainer(self, lineage: str = "", *options: str) -> TrainerMember:
         """A trainer process; options: see trainer_process.py."""
         return TrainerMember(
             self.path,
-            self.trainer_proxy.address,
+            self._dialled(self.trainer_proxy),
             lineage or f"run-{next(self._lineages)}",
             self._weights,
             self._environment,

@@ -238,6 +238,34 @@ async def test_a_replica_of_the_database_that_lost_something_is_noticed(postgres
         await ledger.close()
 
 
+@pytest.mark.parametrize("noticed_by", ["a write", "a renewal"])
+async def test_a_leader_whose_writes_are_lost_gives_its_term_up(
+    postgresql: Server, noticed_by: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also of writes that spent no epoch. `test_database_failover.py` has a real replica take over."""
+    address = postgresql.new_database()
+    async with asking(address, seconds=60.0 if noticed_by == "a write" else 3.0) as first, asking(address) as second:
+        assert await first.take("a:1") is None
+        ledger = await first.ledger()
+        await ledger.record_hold("one", "")
+        await ledger.record_hold("two", "")
+        assert not first.lost.is_set()
+        postgresql.run("UPDATE ckpt_engine.term SET writes = writes - 1", database_of(address))
+        if noticed_by == "a write":
+            with pytest.raises(LostTermError, match="lacks at least the last 1 writes of this manager"):
+                await ledger.record_hold("three", "")
+        await asyncio.wait_for(first.lost.wait(), 60)
+        assert not first.held
+        if noticed_by == "a renewal":
+            assert "was rolled back: a replica of the database, or a copy, took over" in caplog.text
+        await ledger.close()
+        await first.release()
+        assert await second.take("b:1") is None, "it needs not wait for the term's end"
+        theirs = await second.ledger()
+        assert {*await theirs.holds()} == {"one", "two"}
+        await theirs.close()
+
+
 async def test_a_number_given_twice_does_not_make_two_leaders(postgresql: Server) -> None:
     """A replica of the database knows nothing of the last term, and gives its number to another manager."""
     address = postgresql.new_database()
