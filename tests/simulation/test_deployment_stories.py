@@ -174,11 +174,13 @@ def test_an_undone_number_is_refused(story: Story) -> None:
     for _ in range(2):
         for wishes in ({"strategy": "canary"}, {}):
             result = story.update(group, version=1, **wishes)
-            refused(result, Problem.CODE_FAILED_PRECONDITION, "version 1 of lineage 'run' was undone", "it babbles", "next")
+            words = ("version 1 of lineage 'run' was undone", "it babbles", "next")
+            refused(result, Problem.CODE_FAILED_PRECONDITION, *words)
         assert serve(story) == [0] * 4
         assert [each.state for each in story.ledger.deployments.values()] == [Row.STATE_UNDONE]
         story.restart_manager()
-    refused(story.deploy(Action.ACTION_APPROVE, report.deployment.number), Problem.CODE_FAILED_PRECONDITION, "it babbles")
+    approval = story.deploy(Action.ACTION_APPROVE, report.deployment.number)
+    refused(approval, Problem.CODE_FAILED_PRECONDITION, "it babbles")
     assert story.trained(group).identity.version == 2
 
 
