@@ -17,6 +17,7 @@ import zmq.utils.z85
 from ckpt_engine.addresses import join_address, split_address
 from ckpt_engine.core.loopback import is_loopback
 from ckpt_engine.core.problems import CkptEngineError, precondition
+from ckpt_engine.security.client import warn_of_readers
 
 MOST_NODES = 256
 LEADER_PORT = 7100
@@ -124,6 +125,7 @@ class NodeSettings:
             token = self.token.read_bytes().strip()
         except OSError as error:
             raise precondition(f"--node-token {self.token} cannot be read: {error.strerror}") from error
+        warn_of_readers(str(self.token), "the file of --node-token")
         if len(token) < TOKEN_BYTES:
             raise precondition(
                 f"--node-token {self.token} holds {len(token)} bytes; it takes {TOKEN_BYTES} random ones or more "

@@ -73,6 +73,11 @@ class Supported:
         reason = f"{self.module} can be imported, but has no metadata that tells its version"
         return AdapterAvailability(False, "", reason)
 
+    def lacks_program(self, command: Sequence[str]) -> str:
+        """The message for a command whose program is not here; empty: it is, or may be."""
+        program = missing_program(command)
+        return f"there is no program {program!r} here; {self.engine} has it: {self._supported}" if program else ""
+
     def refused_command(self, command: Sequence[str]) -> str:
         """Why the engine that `command` starts cannot be driven: there is no such program, or the metadata of the
         command's Python. Empty: it may be.
@@ -80,8 +85,8 @@ class Supported:
         Takes a tenth of a second, on the calling thread. Nothing is refused if the command's Python is unknown, or
         imports the engine from a place without metadata.
         """
-        if program := missing_program(command):
-            return f"there is no program {program!r} here; {self.engine} has it: {self._supported}"
+        if refusal := self.lacks_program(command):
+            return refusal
         python = python_of(command)
         if not python:
             return ""

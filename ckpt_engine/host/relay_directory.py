@@ -42,8 +42,9 @@ def made_directory(shared: bool) -> Path:
         folder.mkdir(mode=0o755 if shared else 0o700, parents=True, exist_ok=True)
         status = os.stat(folder)
     except OSError as error:
+        why = "it is not a directory" if folder.is_file() else error.strerror
         raise unavailable(
-            f"relays cannot have their sockets in {folder}: {error}; name another directory with --directory or "
+            f"relays cannot have their sockets in {folder}: {why}; name another directory with --directory or "
             f"{DIRECTORY}, to the replicas of this host as well"
         ) from error
     if shared and status.st_uid == os.geteuid() and not status.st_mode & stat.S_IXOTH:

@@ -85,6 +85,8 @@ class Archive:
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._closed = False
+        if directory.exists() and not directory.is_dir():
+            raise unavailable(f"--archive {directory} is not a directory: name one, or a path at which it can be made")
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

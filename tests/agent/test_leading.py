@@ -312,6 +312,15 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
         NodeSettings(2, 0, "127.0.0.1:1", tmp_path / "none").keys()
 
 
+def test_a_node_token_that_every_user_can_read_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, mode, warned in (("open", 0o644, True), ("closed", 0o600, False)):
+        token = tmp_path / name
+        token.write_text("x" * 32)
+        token.chmod(mode)
+        NodeSettings(2, 0, "127.0.0.1:1", token).keys()
+        assert (f"--node-token, {token}" in caplog.text, f"chmod 600 {token}" in caplog.text) == (warned, warned)
+
+
 GROUP = {"LWS_GROUP_SIZE": "3", "LWS_WORKER_INDEX": "2", "LWS_LEADER_ADDRESS": "wide-0.wide.rl"}
 """What a LeaderWorkerSet tells the third pod of a group."""
 

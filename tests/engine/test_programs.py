@@ -10,6 +10,7 @@ import pytest
 from ckpt_engine.engine.programs import kind_of, python_of
 from ckpt_engine_adapters.reference import driver as reference
 from ckpt_engine_adapters.sglang import driver as sglang
+from ckpt_engine_adapters.transformers_serve import driver as transformers_serve
 from ckpt_engine_adapters.vllm import driver as vllm
 
 KINDS = ("reference", "sglang", "vllm")
@@ -93,6 +94,17 @@ def test_sglang_serve_becomes_our_wrapper_in_the_python_of_that_script(tmp_path:
     assert plan.workers == 2
     with pytest.raises(ValueError, match="--model-type diffusion cannot be used"):
         sglang.launch_plan((str(script), "serve", "--model-type=diffusion"), 1234, "mine")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers"])
+def test_an_engine_whose_program_is_not_here_is_told_with_what_to_install(engine: str) -> None:
+    module = {"vllm": vllm, "sglang": sglang, "transformers": transformers_serve}[engine]
+    try:
+        refused = module.refused_command(module.launch_plan((f"/absent/{engine}", "serve", "mine"), 1234, "").argv)
+    except ValueError as error:
+        refused = str(error)
+    assert f"there is no program '/absent/{engine}' here" in refused
+    assert f"pip install 'ckpt-engine[{engine}]'" in refused
 
 
 def test_the_reference_engine_may_be_typed_whole(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_a_whole_command_keeps_its_python_and_what_it_says() -> None:
         (["--enable-unified-cache-external-linker"], "outlive an update"),
         (["--radix-cache-backend", "mine"], "--radix-cache-backend mine cannot be used"),
         (["--speculative-algorithm", "EAGLE"], "draft model"),
-        (["/no/such/sglang", "serve"], "PYTHON -m sglang.launch_server"),
+        (["/no/such/sglang", "serve"], "there is no program .*ckpt-engine.sglang"),
         (["launch", "sglang"], "python -m sglang.launch_server"),
     ],
 )

@@ -228,5 +228,5 @@ def test_two_relays_do_not_share_one(world: World) -> None:
 
 def test_a_directory_that_cannot_be_is_refused(world: World) -> None:
     world.path.write_text("a file")
-    with pytest.raises(CkptEngineError, match="cannot be used"):
+    with pytest.raises(CkptEngineError, match=f"--archive {world.path} is not a directory"):
         world.archive()

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from ckpt_engine.engine.command import BYPASS, Options, check_refused, command_options, size, value
 from ckpt_engine.engine.programs import program_at, python_of
+from ckpt_engine.engine.versions import Supported
+
+SUPPORTED = Supported("SGLang", ("0.5.16", "0.5.23"), "sglang", ("sglang",))
 
 LOADER = "ckpt_engine_adapters.sglang.loader.load"
 """Our entry in SGLang's schedulers, for `--custom-weight-loader` and as `load_format` of each order."""
@@ -108,7 +111,10 @@ def wrapped(command: Sequence[str]) -> list[str]:
     at = program_at(words)
     if [Path(word).name for word in words[at : at + 2]] == ["sglang", "serve"]:
         if not (python := python_of(words)):
-            raise ValueError(f"{words[at]} cannot be found, or does not name its Python: write `PYTHON -m {_SERVER}`")
+            raise ValueError(
+                SUPPORTED.lacks_program(words)
+                or f"{words[at]} does not name its Python in its first line: write `PYTHON -m {_SERVER}`"
+            )
         return [*words[:at], python, "-m", WRAPPER, *_served(words[at + 2 :])]
     for index, argument in enumerate(words[:-1]):
         if argument == "-m" and words[index + 1] in (_SERVER, WRAPPER):

@@ -28,11 +28,11 @@ from ckpt_engine.engine.adapter import (
 )
 from ckpt_engine.engine.command import completed
 from ckpt_engine.engine.node_plan import NodePart, leave_to_nodes
-from ckpt_engine.engine.versions import Supported
 from ckpt_engine.host.gpus import has_nvidia_driver
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from ckpt_engine_adapters.sglang.command import (
     LOADER,
+    SUPPORTED,
     WORKERS_VARIABLE,
     WRAPPER,
     check_options,
@@ -44,8 +44,6 @@ from ckpt_engine_adapters.sglang.command import (
 from ckpt_engine_adapters.sglang.gate import RELEASE_ROUTE, RESUME_ROUTE, STATE_ROUTE
 from ckpt_engine_adapters.sglang.instruction import Action, Instruction, encode
 from ckpt_engine_adapters.sglang.payload import serialized
-
-SUPPORTED = Supported("SGLang", ("0.5.16", "0.5.23"), "sglang", ("sglang",))
 
 _FLUSH_AGAIN_SECONDS = 0.02
 

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from ckpt_engine.engine.command import Options, check_refused, command_options
 from ckpt_engine.engine.programs import program_at, python_of
+from ckpt_engine.engine.versions import Supported
+
+SUPPORTED = Supported("transformers", ("5.23.0",), "transformers", ("transformers",))
 
 WRAPPER = "ckpt_engine_adapters.transformers_serve.launch"
 """Starts transformers' server behind our gate."""
@@ -68,7 +71,8 @@ def wrapped(command: Sequence[str]) -> tuple[list[str], list[str]]:
     if [Path(word).name for word in words[at : at + 2]] == ["transformers", "serve"]:
         if not (python := python_of(words)):
             raise ValueError(
-                f"{words[at]} cannot be found, or does not name its Python: write `PYTHON -m {_MODULE} serve`"
+                SUPPORTED.lacks_program(words)
+                or f"{words[at]} does not name its Python in its first line: write `PYTHON -m {_MODULE} serve`"
             )
         return [*words[:at], python, "-m", WRAPPER], words[at + 2 :]
     for index, word in enumerate(words[:-1]):

@@ -19,12 +19,16 @@ from ckpt_engine.engine.adapter import (
     LaunchPlan,
 )
 from ckpt_engine.engine.command import completed
-from ckpt_engine.engine.versions import Supported
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from ckpt_engine_adapters.transformers_serve.command import WRAPPER, check_command, model_of, options_of, wrapped
+from ckpt_engine_adapters.transformers_serve.command import (
+    SUPPORTED,
+    WRAPPER,
+    check_command,
+    model_of,
+    options_of,
+    wrapped,
+)
 from ckpt_engine_adapters.transformers_serve.gate import STATE_ROUTE
-
-SUPPORTED = Supported("transformers", ("5.23.0",), "transformers", ("transformers",))
 
 _MODES = {
     manager_pb2.PAUSE_MODE_UNSPECIFIED: "keep",
