@@ -56,7 +56,7 @@ def leader_options(lease: float) -> list[tuple[str, int | str]]:
     ]
 
 
-class _Choice(Generic[AnyChannel]):
+class _ChannelChoice(Generic[AnyChannel]):
     """Which of several channels the next call is made on."""
 
     def __init__(self, channels: Sequence[AnyChannel], state: Callable[[AnyChannel], grpc.ChannelConnectivity]) -> None:
@@ -96,7 +96,7 @@ class _Method:
 class _Methods(Generic[AnyChannel]):
     """A channel's methods, each on the channel that is taken for the call."""
 
-    _choice: _Choice[AnyChannel]
+    _choice: _ChannelChoice[AnyChannel]
 
     def _take(self) -> int:
         raise NotImplementedError
@@ -121,7 +121,7 @@ class LeaderChannel(_Methods[grpc.aio.Channel], grpc.aio.Channel):
     """A channel to the manager that leads among several, for asyncio."""
 
     def __init__(self, channels: Sequence[grpc.aio.Channel]) -> None:
-        self._choice = _Choice(channels, lambda each: each.get_state(try_to_connect=True))
+        self._choice = _ChannelChoice(channels, lambda each: each.get_state(try_to_connect=True))
 
     async def reach(self, seconds: float = REACH_SECONDS) -> None:
         """Returns once a manager is known to lead, or after `seconds`; also when none can be reached."""
@@ -166,7 +166,7 @@ class BlockingLeaderChannel(_Methods[grpc.Channel], grpc.Channel):
 
     def __init__(self, channels: Sequence[grpc.Channel]) -> None:
         self._states = dict.fromkeys(channels, grpc.ChannelConnectivity.IDLE)
-        self._choice = _Choice(channels, self._states.__getitem__)
+        self._choice = _ChannelChoice(channels, self._states.__getitem__)
         for each in channels:
             each.subscribe(self._follow(each), try_to_connect=True)
 

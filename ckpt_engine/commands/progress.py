@@ -26,7 +26,7 @@ from ckpt_engine.v1 import manager_pb2
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print the whole report, with a row a replica.")]
 
 
-class _Lines(AbstractContextManager["_Lines"]):
+class _PlainLines(AbstractContextManager["_PlainLines"]):
     """Prints a plain line for each new stage of each replica: for logs and pipes. quiet: prints nothing."""
 
     def __init__(self, quiet: bool) -> None:
@@ -81,12 +81,12 @@ def describe(progress: manager_pb2.UpdateProgress) -> str:
     return progress.message or (enum_word(manager_pb2.Stage, progress.stage) if progress.stage else "waiting")
 
 
-ProgressDisplay = _Lines | _Bars
+ProgressDisplay = _PlainLines | _Bars
 
 
 def progress_display(quiet: bool) -> ProgressDisplay:
     """Bars on a terminal, lines elsewhere, nothing if quiet."""
-    return _Bars() if not quiet and Console(stderr=True).is_terminal else _Lines(quiet)
+    return _Bars() if not quiet and Console(stderr=True).is_terminal else _PlainLines(quiet)
 
 
 def refusal_exit(command: str, error: CkptEngineError, json_output: bool) -> typer.Exit:

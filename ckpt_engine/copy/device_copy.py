@@ -149,7 +149,7 @@ class _GpuCopy:
             stream = _stream(self._device.index)
             stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(stream):
-                flight = _Flight(stream, on_bytes)
+                flight = _StreamFlight(stream, on_bytes)
                 try:
                     for segment in self._work.segments:
                         flight.queue(segment)
@@ -161,7 +161,7 @@ class _GpuCopy:
                     raise
 
 
-class _Flight:
+class _StreamFlight:
     """Segments on their way on one stream; see staging.Flight."""
 
     def __init__(self, stream: torch.cuda.Stream, on_bytes: Callable[[int], None] | None) -> None:

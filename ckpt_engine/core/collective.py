@@ -133,7 +133,7 @@ def make_schedule(
     )
 
 
-class _Stream:
+class _ChainBuckets:
     """The buckets of one chain that its source has not sent yet, by number."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
@@ -154,10 +154,10 @@ class _Rounds:
         self.steps: list[list[ExchangeStep]] = [[] for _ in range(members)]
         self.used: list[set[int]] = [set() for _ in range(members)]
         self._members = members
-        self._streams: list[list[_Stream]] = [[] for _ in range(members)]
+        self._streams: list[list[_ChainBuckets]] = [[] for _ in range(members)]
         first = 0
         for stream in streams:
-            self._streams[stream[0].chain[0]].append(_Stream(range(first, first + len(stream))))
+            self._streams[stream[0].chain[0]].append(_ChainBuckets(range(first, first + len(stream))))
             first += len(stream)
         self._held: list[deque[int]] = [deque() for _ in range(members)]  # buckets that wait to be passed on
         self._place: dict[tuple[int, int], tuple[int, int]] = {}  # (member, bucket): slot, round it came in

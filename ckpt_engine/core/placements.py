@@ -79,10 +79,10 @@ def placements(
     that replicas wait for. holding: by relay that holds the version, the sources whose parts it has; such relays are
     asked and not filled.
     """
-    return _Placing(origins, parts, relays, targets, holding, choose).found()
+    return _PlacementSearch(origins, parts, relays, targets, holding, choose).found()
 
 
-class _Placing:
+class _PlacementSearch:
     def __init__(
         self,
         origins: Sequence[Origin],

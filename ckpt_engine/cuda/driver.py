@@ -60,7 +60,7 @@ class _Location(ctypes.Structure):
     _fields_ = [("type", c_int), ("id", c_int)]
 
 
-class _Access(ctypes.Structure):
+class _AccessDescription(ctypes.Structure):
     _fields_ = [("location", _Location), ("flags", c_int)]
 
 
@@ -100,7 +100,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuMemAddressFree": [c_uint64, c_size_t],
     "cuMemMap": [c_uint64, c_size_t, c_size_t, c_ulonglong, c_ulonglong],
     "cuMemUnmap": [c_uint64, c_size_t],
-    "cuMemSetAccess": [c_uint64, c_size_t, POINTER(_Access), c_size_t],
+    "cuMemSetAccess": [c_uint64, c_size_t, POINTER(_AccessDescription), c_size_t],
     "cuMemcpyAsync": [c_uint64, c_uint64, c_size_t, c_void_p],
     "cuMemcpy": [c_uint64, c_uint64, c_size_t],
     "cuMemHostRegister_v2": [c_void_p, c_size_t, c_uint],
@@ -320,7 +320,7 @@ class Driver:
 
     def allow(self, pointer: int, size: int, device: int) -> None:
         """Lets `device` read and write mapped memory."""
-        access = _Access(_Location(_ON_DEVICE, self._device(device)), _READ_WRITE)
+        access = _AccessDescription(_Location(_ON_DEVICE, self._device(device)), _READ_WRITE)
         self.call("cuMemSetAccess", pointer, size, byref(access), 1)
 
     # ------------------------------------------------------------------------------------------- copies

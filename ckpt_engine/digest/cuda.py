@@ -38,7 +38,7 @@ _STAGES = 1
 _WARPS = 4
 
 
-class _Kind(NamedTuple):
+class _LoadKind(NamedTuple):
     """What a kernel loads: see digest/cuda_kernel.py."""
 
     number: int
@@ -47,9 +47,9 @@ class _Kind(NamedTuple):
     lanes: int = 1  # of an element, if they are
 
 
-_BYTES = _Kind(0, torch.uint8)
-_LANES = _Kind(1, torch.uint16)
-_CASTS = {torch.bfloat16: _Kind(2, torch.float32), torch.float16: _Kind(3, torch.float32)}
+_BYTES = _LoadKind(0, torch.uint8)
+_LANES = _LoadKind(1, torch.uint16)
+_CASTS = {torch.bfloat16: _LoadKind(2, torch.float32), torch.float16: _LoadKind(3, torch.float32)}
 
 
 @cache
@@ -156,7 +156,7 @@ class CudaDigests:
     def _make(self, seed: int) -> None:
         # All addresses count from one tensor of our own: see `origin` in the kernel.
         origin = torch.empty(ALIGNMENT, dtype=torch.uint8, device=self._device)
-        tables: dict[_Kind, TileTable] = {}
+        tables: dict[_LoadKind, TileTable] = {}
         copied: list[str] = []
         for place, (view, start, served) in enumerate(self._boxes):
             why = self._add(tables, view, start, served, place, seed, origin)
@@ -181,7 +181,7 @@ class CudaDigests:
 
     def _add(
         self,
-        tables: dict[_Kind, TileTable],
+        tables: dict[_LoadKind, TileTable],
         view: torch.Tensor,
         start: tuple[int, ...],
         served: torch.dtype,
@@ -204,7 +204,7 @@ class CudaDigests:
             return str(error)
         return ""
 
-    def _copy_first(self, tables: dict[_Kind, TileTable], place: int, seed: int, origin: torch.Tensor) -> None:
+    def _copy_first(self, tables: dict[_LoadKind, TileTable], place: int, seed: int, origin: torch.Tensor) -> None:
         """Adds a copy of a box to the tables. If there is no room for it, or it cannot be digested here either, the
         host will digest the box."""
         view, start, served = self._boxes[place]
@@ -223,7 +223,7 @@ class _Launch:
     """One launch of the kernel, with its table on the device. Compiles when made."""
 
     def __init__(
-        self, kind: _Kind, wide: bool, flat: int, work: Table, factors: torch.Tensor, origin: torch.Tensor
+        self, kind: _LoadKind, wide: bool, flat: int, work: Table, factors: torch.Tensor, origin: torch.Tensor
     ) -> None:
         """flat: lanes of an element, if the table is of flat tiles."""
         self._kind = kind
@@ -280,7 +280,7 @@ class _Launch:
         )
 
 
-def _kind(view: torch.Tensor, served: torch.dtype) -> _Kind | None:
+def _kind(view: torch.Tensor, served: torch.dtype) -> _LoadKind | None:
     """How to load a view; None if it must be copied, or cast by torch, first."""
     if view.is_conj() or view.is_neg():
         return None

@@ -71,7 +71,7 @@ class NotTileableError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _BoxRows:
     """Rows of one box, or of a part of it."""
 
     address: int
@@ -93,7 +93,7 @@ class TileTable:
         self._unit = unit
         self._origin = origin
         self._block = BLOCK_BYTES // unit
-        self._found: list[tuple[int, _Rows]] = []
+        self._found: list[tuple[int, _BoxRows]] = []
         self._factors: list[Words] = [ONE]
         self._places: dict[tuple[int, tuple[Axis, ...]], int] = {(0, ()): 0}
         self._length = 1
@@ -108,7 +108,7 @@ class TileTable:
         weight = sum(-(-rows.columns // self._block) * rows.rows for _, rows in self._found)
         most = max(min(_ROWS, weight // _TILES_WANTED), _ROWS_LEAST)
         empty = np.empty((0, FIELDS), dtype=np.uint64)
-        alike: dict[tuple[int, ...], list[tuple[int, _Rows]]] = {}  # thousands of boxes share a few shapes
+        alike: dict[tuple[int, ...], list[tuple[int, _BoxRows]]] = {}  # thousands of boxes share a few shapes
         for place, rows in self._found:
             if not rows.flat:
                 key = rows.step, rows.rows, rows.columns, rows.outer, rows.inner
@@ -124,7 +124,7 @@ class TileTable:
         long = {lanes: np.concatenate(tables) for lanes, tables in flat.items()}
         return Tiles(table[aligned], table[~aligned], long, np.concatenate(self._factors))
 
-    def _cut_flat(self, row: _Rows, place: int, most: int) -> Table:
+    def _cut_flat(self, row: _BoxRows, place: int, most: int) -> Table:
         """The tiles of one long row: at most `most` rows of a block each, and one more for the rest."""
         whole, rest = divmod(row.columns, self._block)
         first_block = np.arange(0, whole, most, dtype=np.uint64)
@@ -143,7 +143,7 @@ class TileTable:
         table[:, 4], table[:, 5], table[:, 6], table[:, 7] = blocks, columns, row.scale, place
         return table
 
-    def _cut(self, alike: Sequence[tuple[int, _Rows]], most: int) -> Table:
+    def _cut(self, alike: Sequence[tuple[int, _BoxRows]], most: int) -> Table:
         """The tiles of rows that differ only in address, scale and place; each of at most `most` rows."""
         rows = alike[0][1]
         first_row = np.arange(0, rows.rows, most, dtype=np.uint64)[:, None]
@@ -166,7 +166,7 @@ class TileTable:
         aligned: npt.NDArray[np.bool_] = (table[:, 0] % units == 0) & steps & (table[:, 5] % units == 0)
         return aligned
 
-    def _rows(self, box: Strided) -> list[_Rows]:
+    def _rows(self, box: Strided) -> list[_BoxRows]:
         if box.address % self._unit:
             raise NotTileableError(f"address {box.address:#x} is not a multiple of {self._unit}")
         scale = 1
@@ -189,7 +189,7 @@ class TileTable:
             number, start, _ = axes[-1][0]
             lane_place = self._place(box.lanes, ())
             return [
-                _Rows(
+                _BoxRows(
                     address=box.address + offset * box.lanes * self._unit,
                     step=0,
                     rows=1,
@@ -205,7 +205,7 @@ class TileTable:
         outer_place = self._place(0, tuple(axis for axis, _ in axes[len(planes) : len(axes) - inner]))
         step = axes[len(axes) - inner - 1][1] * box.lanes if outer else 0
         return [
-            _Rows(
+            _BoxRows(
                 address=box.address + offset * box.lanes * self._unit,
                 step=step,
                 rows=rows,

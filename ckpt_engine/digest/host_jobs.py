@@ -18,7 +18,7 @@ _JOB_BYTES = 1 << 20  # at most; less would spend too much on the factors of col
 _WIDE = 512  # columns that are worth a row
 
 
-class _Axis(NamedTuple):
+class _BoxAxis(NamedTuple):
     """An axis of a box."""
 
     hash: int  # the number that `factors.word` mixes for its first coordinate
@@ -26,7 +26,7 @@ class _Axis(NamedTuple):
     step: int  # bytes from one coordinate to the next
     source_step: int  # the same in the memory that is copied
 
-    def parts(self, most: int) -> list[tuple[int, _Axis]]:
+    def parts(self, most: int) -> list[tuple[int, _BoxAxis]]:
         """Parts of nearly equal length, `most` at most, each with its first index."""
         length = -(-self.length // -(-self.length // most))
         return [
@@ -35,7 +35,7 @@ class _Axis(NamedTuple):
         ]
 
 
-_NO_AXIS = _Axis(0, 1, 0, 0)
+_NO_AXIS = _BoxAxis(0, 1, 0, 0)
 """A single coordinate with factor 1: a hash of 0 is mixed to 0, and made odd."""
 
 
@@ -85,11 +85,11 @@ def jobs_of(
         if length == 1:
             scale = scale * word(seed, number, first) & MASK
         else:
-            axes.append(_Axis(hashed(seed, number, first), length, stride * itemsize, other * itemsize))
+            axes.append(_BoxAxis(hashed(seed, number, first), length, stride * itemsize, other * itemsize))
     axes.sort(key=lambda axis: -axis.step)
     source_unit = unit if source_strides is not None else 0
     if lanes > 1:
-        axes.append(_Axis(hashed(seed, LANE_AXIS, 0), lanes, unit, source_unit))
+        axes.append(_BoxAxis(hashed(seed, LANE_AXIS, 0), lanes, unit, source_unit))
     else:
         scale = scale * word(seed, LANE_AXIS, 0) & MASK
     axes = axes or [_NO_AXIS._replace(step=unit, source_step=source_unit)]
@@ -118,7 +118,7 @@ def jobs_of(
     return jobs.reshape(-1, FIELDS)
 
 
-def _columns(axes: Sequence[_Axis]) -> tuple[int, int]:
+def _columns(axes: Sequence[_BoxAxis]) -> tuple[int, int]:
     """The place of the slowest axis that a row spans, and how long parts of it may be."""
     place, width, fastest = len(axes), 1, axes[-1]
     while place and len(axes) - place < COLUMN_AXES:
@@ -131,7 +131,7 @@ def _columns(axes: Sequence[_Axis]) -> tuple[int, int]:
     return place, axes[place].length
 
 
-def _planes(axes: Sequence[_Axis], scale: int) -> tuple[Words, Words]:
+def _planes(axes: Sequence[_BoxAxis], scale: int) -> tuple[Words, Words]:
     """The offsets, [planes, 2], of each combination of coordinates in the box and in what is copied; and its factor."""
     offsets, scales = np.zeros((1, 2), dtype=np.uint64), np.array([scale], dtype=np.uint64)
     for axis in axes:
@@ -141,5 +141,5 @@ def _planes(axes: Sequence[_Axis], scale: int) -> tuple[Words, Words]:
     return offsets, scales
 
 
-def _bytes(axis: _Axis, index: int) -> Words:
+def _bytes(axis: _BoxAxis, index: int) -> Words:
     return np.array([axis.step * index, axis.source_step * index], dtype=np.uint64)

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class _Mark:
+class _PieceEnd:
     """The end of a piece."""
 
     tokens: int  # of the sample up to it
@@ -50,7 +50,7 @@ class Wording:
         self._keep = keep
         self._text_state: Any = None
         # The ends of pieces, from the last one on that may be told.
-        self._marks = [_Mark(0, self._search.copy() if self._search else None)]
+        self._marks = [_PieceEnd(0, self._search.copy() if self._search else None)]
         self._end: int | None = None  # tokens with text before the stop string; None: none was found
         self._rest = ""  # the text of these behind the answer's end
         self._sent = 0  # tokens with words that the caller has
@@ -69,7 +69,7 @@ class Wording:
         if await self._read(search, stitch.tokens[floor:end], True) is not None:
             await self._stop(before, piece)
             return
-        self._marks.append(_Mark(len(stitch.tokens), search.copy(), self._text_state))
+        self._marks.append(_PieceEnd(len(stitch.tokens), search.copy(), self._text_state))
         while len(self._marks) > 1 and self._marks[1].length <= search.safe:
             del self._marks[0]
 

@@ -224,7 +224,7 @@ class EarlyCopies:
         self._stage = stage
         self._key: tuple[bytes, bytes] | None = None  # plan and digests of what lies there verified
         self._layout: EarlyLayout | None = None  # of `_key`
-        self._run: _Run | None = None
+        self._run: _EarlyRun | None = None
         self._stream: torch.cuda.Stream | None = None
 
     @property
@@ -257,7 +257,7 @@ class EarlyCopies:
         lies_there = version.key == self._key
         if not lies_there:
             self._key, self._layout = None, version.layout
-        self._run = _Run(order, version, lies_there, tell, self)
+        self._run = _EarlyRun(order, version, lies_there, tell, self)
         self._run.start()
 
     def verified(self, version: EarlyVersion) -> None:
@@ -301,7 +301,7 @@ class EarlyCopies:
         return stack
 
 
-class _Run(threading.Thread):
+class _EarlyRun(threading.Thread):
     """Brings one version, and tells how that goes on."""
 
     def __init__(

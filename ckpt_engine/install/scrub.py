@@ -116,7 +116,7 @@ class Scrub:
         self._gave_up = False  # the engine gave memory up, and is not known to have all of it back
         self._marked = False  # its agent's mark said so when it did
         self._moved = False  # tensors of the model are not where they were installed
-        self._round: _Round | None = None
+        self._round: _ScrubPass | None = None
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._state = manager_pb2.WorkerScrub(rank=slot.rank, boot_id=slot.boot_id, interval_seconds=seconds)
         self._report = manager_pb2.WorkerScrub()
@@ -199,7 +199,7 @@ class Scrub:
                 return LOOK_SECONDS
             current = self._round
             if current is None or not current.goes_on(installed):
-                current = self._round = _Round(installed, current)
+                current = self._round = _ScrubPass(installed, current)
                 self._state.bytes = current.bytes
                 del self._state.unscrubbed[:]
                 self._state.unscrubbed.extend(installed.unscrubbed)
@@ -233,7 +233,7 @@ class Scrub:
             return MOVED if self._moved else NOT_CLEAN
         return "" if self._slot.state == CLEAN and self._slot.epoch == installed.epoch else NOT_CLEAN
 
-    def _hash(self, current: _Round) -> int | None:
+    def _hash(self, current: _ScrubPass) -> int | None:
         """Hashes the next piece; returns the index of a check that differs, twice; None: there is none."""
         with self._on_device(current.device):
             for check in current.advance():
@@ -296,10 +296,10 @@ class Scrub:
             yield
 
 
-class _Round:
+class _ScrubPass:
     """A pass over all checks of one layout, and then the next one."""
 
-    def __init__(self, installed: Installed, before: _Round | None) -> None:
+    def __init__(self, installed: Installed, before: _ScrubPass | None) -> None:
         """before: the round until now; a pass over the same needs goes on where that was."""
         self._installed = installed
         same = before is not None and before._installed.recording is installed.recording

@@ -52,7 +52,7 @@ class Publishers:
     def __init__(self, roots: Sequence[Path], deadlines: Deadlines) -> None:
         """roots: directories below which anything may be published; none: nothing may."""
         self._roots, self._deadlines = roots, deadlines
-        self._publishers: dict[str, _Publisher] = {}
+        self._publishers: dict[str, _LineagePublisher] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._stopping = False
@@ -122,7 +122,7 @@ class Publishers:
             check_seconds("a timeout", request.options.timeout_seconds)
         return request.options.timeout_seconds or self._deadlines.update
 
-    def _publisher(self, lineage: str) -> _Publisher:
+    def _publisher(self, lineage: str) -> _LineagePublisher:
         """The process of a lineage, which becomes the most recently used one, with one user more."""
         found = self._publishers.pop(lineage, None)
         if found is None:
@@ -133,12 +133,12 @@ class Publishers:
                 ending = asyncio.ensure_future(self._publishers.pop(idle).end())
                 self._ending.add(ending)
                 ending.add_done_callback(self._end_process)
-            found = _Publisher(self.address, lineage, self._roots, self._deadlines)
+            found = _LineagePublisher(self.address, lineage, self._roots, self._deadlines)
         self._publishers[lineage] = found
         found.users += 1
         return found
 
-    def _end_run(self, running: asyncio.Task[None], publisher: _Publisher) -> None:
+    def _end_run(self, running: asyncio.Task[None], publisher: _LineagePublisher) -> None:
         self._running.discard(running)
         publisher.users -= 1
 
@@ -147,7 +147,7 @@ class Publishers:
         if not ending.cancelled() and (error := ending.exception()) is not None:
             log.error("a process for directories did not end: %r", error)
 
-    async def _run(self, publisher: _Publisher, request: Request, seconds: float, events: EventQueue) -> None:
+    async def _run(self, publisher: _LineagePublisher, request: Request, seconds: float, events: EventQueue) -> None:
         try:
             await publisher.update(request, seconds, events)
         except CkptEngineError as error:
@@ -161,7 +161,7 @@ class Publishers:
             events.put_nowait(internal(f"the update from a directory failed: {type(error).__name__}: {error}"))
 
 
-class _Publisher:
+class _LineagePublisher:
     """The process of one lineage. Its updates take turns, in the order of their calls."""
 
     def __init__(self, address: str, lineage: str, roots: Sequence[Path], deadlines: Deadlines) -> None:

@@ -1,7 +1,7 @@
 """gRPC reflection with the comments of the .proto, so that `grpcurl describe` reads as the .proto does.
 
-It decides where each comment stands; what is served, and to whom, it does not: gRPC's own servicer does the former, and
-reflection is open to every caller (door.py). Generated code has no comments, so they come from comments.json.
+It decides where each comment stands. It does not decide what is served, which gRPC's own servicer does, nor which
+callers may ask: reflection is open to all (door.py). Generated code has no comments, so they come from comments.json.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ log = logging.getLogger("ckpt_engine.manager")
 
 
 @dataclass
-class _Session:
+class _OpenSession:
     envelope: type[ProtobufMessage]
     outbox: Outbox[Any]
 
@@ -68,7 +68,7 @@ class Shell:
         self._loop = Loop("manager", machine, self._perform, tasks.run, self._fail, self._handled, leads)
         self._blobs = blobs
         self._metrics = metrics
-        self._sessions: dict[Peer, _Session] = {}
+        self._sessions: dict[Peer, _OpenSession] = {}
         self._calls: dict[Call, Outbox[Any]] = {}
         self._updates: dict[Call, manager_pb2.UpdateWeightsRequest] = {}
         self._rollbacks: dict[Call, manager_pb2.RollbackRequest] = {}
@@ -95,7 +95,7 @@ class Shell:
         """Makes a peer of a stream after its hello. envelope: the type of outgoing messages."""
         peer = Peer(f"{kind}-{next(self._numbers)}")
         outbox: Outbox[Any] = Outbox(peer, SESSION_QUEUE)
-        self._sessions[peer] = _Session(envelope, outbox)
+        self._sessions[peer] = _OpenSession(envelope, outbox)
         if self.problem is not None:
             self._close(peer, _ending(self.problem))
         self.handle(events.Message(peer, hello))

@@ -52,9 +52,9 @@ class Term:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="term")
         self._end = 0.0  # by `_now`
         self._given_up = False  # the database's row may still have the term
-        self._told = 0.0  # by `_now`: when this manager was first told of the renewal that `lead` has
+        self._renewal_at = 0.0  # by `_now`: when this manager first heard of the renewal that `lead` has
         self.lead: Lead | None = None
-        """Who led when this manager asked last."""
+        """The manager that led when this one asked last."""
         self._fresh = False
         self._keeping: asyncio.Task[None] | None = None
         self.name = self._terms.name
@@ -73,10 +73,10 @@ class Term:
         """Takes the term, and renews it from then on, if no manager has it. Returns the one that has it, or None:
         this manager leads. leader: the address under which members reach it. Raises as `Database.transaction`."""
         start, last = _now(), self.lead
-        unrenewed = last if last is not None and start - self._told >= last.length else None
+        unrenewed = last if last is not None and start - self._renewal_at >= last.length else None
         lead = await self._run(lambda: self._terms.take(leader, self._seconds, unrenewed))
         if lead is not None and (last is None or lead.renewal != last.renewal):
-            self._told = _now()
+            self._renewal_at = _now()
         self.lead = lead
         if lead is None:
             if unrenewed is not None and unrenewed.seconds > 0:

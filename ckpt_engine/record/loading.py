@@ -35,7 +35,7 @@ def load(handover: Handover, target: LoadTarget, weights: Weights, tensors: Mapp
     """
     tensors_watched = {name: tensors[name].detach() for name in handover.owners}
     owners = Owners(tensors_watched.items())
-    watch = _Watch(owners)
+    watch = _WriteWatch(owners)
     weight_feed = _WeightFeed(weights)
     inference = torch.is_inference_mode_enabled() or any(tensor.is_inference() for tensor in tensors_watched.values())
     try:
@@ -94,7 +94,7 @@ class _WeightFeed:
         self.exhausted = True
 
 
-class _Watch(Watching):
+class _WriteWatch(Watching):
     """Notes which boxes of the model are written to."""
 
     def __init__(self, owners: Owners) -> None:

@@ -64,7 +64,7 @@ class Pipeline:
 
         Close the iterator: that waits for batches in flight, and then nothing can land any more.
         """
-        line = _Line(batches, self._lost, self._carry_on)
+        line = _BatchLine(batches, self._lost, self._carry_on)
         ahead: deque[tuple[PieceBatch, Future[Words | Problem]]] = deque()
         futures: list[Future[Any]] = []
         try:
@@ -88,7 +88,7 @@ class Pipeline:
         self, batches: Sequence[PieceBatch], digests: ArrivingDigests
     ) -> Generator[tuple[PieceBatch, Words | Problem], None, None]:
         """Yields as `results` does, for batches of GPUs, brought on the calling thread. digests: of all pieces."""
-        line = _Line(batches, self._lost, self._carry_on)
+        line = _BatchLine(batches, self._lost, self._carry_on)
         ends = np.cumsum([0, *(len(batch.pieces) for batch in batches)]).tolist()
         problems: list[Problem | None] = []
         count = 0
@@ -133,7 +133,7 @@ def arriving_digests(batches: Sequence[PieceBatch]) -> ArrivingDigests | None:
         return None
 
 
-class _Line:
+class _BatchLine:
     def __init__(self, batches: Sequence[PieceBatch], lost: Lost, carry_on: Callable[[], None]) -> None:
         self.ended = False
         self._batches = batches

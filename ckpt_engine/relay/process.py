@@ -90,7 +90,7 @@ async def run_relay(settings: RelaySettings, stop: asyncio.Event) -> None:
                 log.warning(
                     "%s: what is brought is digested by numpy, at a tenth of the speed; pip install numba", slow
                 )
-            relay = _Relay(settings, slots, tuple(transports), state, archive)
+            relay = _RunningRelay(settings, slots, tuple(transports), state, archive)
             try:
                 problem = await relay.until(stop)
             finally:
@@ -104,7 +104,7 @@ async def run_relay(settings: RelaySettings, stop: asyncio.Event) -> None:
         log.info("relay %s has ended, and nothing of it is left", settings.called)
 
 
-class _Relay:
+class _RunningRelay:
     """One relay's session and threads. Made on the loop. slots: closed by the caller, after this. reads: names of
     transports with which it can read. state: kept up to date for its metrics. archive: closed by the caller, too."""
 

@@ -41,7 +41,7 @@ def digests_by_gpu(boxes: Boxes, gpu: int, stage_bytes: int) -> Digests:
         return HostDigests(boxes)
 
 
-class _Stage:
+class _ReadBackMemory:
     """Memory of a GPU for bytes that are read back, one batch at a time, and the stream on which that happens."""
 
     def __init__(self, gpu: int) -> None:
@@ -57,14 +57,14 @@ class _Stage:
         return self._memory[:size]
 
 
-_stages: weakref.WeakValueDictionary[int, _Stage] = weakref.WeakValueDictionary()
+_stages: weakref.WeakValueDictionary[int, _ReadBackMemory] = weakref.WeakValueDictionary()
 """The stages of this process, by GPU; fillings of both slots share one."""
 
 
-def _stage(gpu: int) -> _Stage:
+def _stage(gpu: int) -> _ReadBackMemory:
     found = _stages.get(gpu)
     if found is None:
-        found = _stages[gpu] = _Stage(gpu)
+        found = _stages[gpu] = _ReadBackMemory(gpu)
     return found
 
 

@@ -119,7 +119,7 @@ class SlotVersion:
 
 
 @dataclass(eq=False)
-class _Ready:
+class _ReusableFilling:
     """What is reused from one filling of a slot to the next."""
 
     key: tuple[object, ...]
@@ -171,7 +171,7 @@ class Slots:
         if network is not None:
             self._host.address = network.address
         self._held: list[SlotVersion | None] = [None] * SLOTS
-        self._ready: list[_Ready | None] = [None] * SLOTS
+        self._ready: list[_ReusableFilling | None] = [None] * SLOTS
         self._lent: list[ChunkLending | None] = [None] * SLOTS  # to relays of other hosts
         self._deltas: DeltaUse = deltas
         if deltas != "never" and network is not None and (why := missing()):
@@ -300,7 +300,7 @@ class Slots:
         finally:
             self._writing.release()
 
-    def _count(self, slot: int, wish: FillWish, more: bool) -> _Ready:
+    def _count(self, slot: int, wish: FillWish, more: bool) -> _ReusableFilling:
         for number, lent in enumerate(self._lent):  # a filling that was stopped to be gone on with
             if lent is not None and not (more and number == slot):
                 lent.finish()
@@ -311,7 +311,7 @@ class Slots:
                 lent.finish()
             raise
 
-    def _prepare(self, slot: int, wish: FillWish, more: bool) -> _Ready:
+    def _prepare(self, slot: int, wish: FillWish, more: bool) -> _ReusableFilling:
         before = self._held[slot] if more else None
         kept_cells = frozenset[int]() if before is None or before.identity != wish.identity else before.cells
         key = (*self._key(wish), kept_cells)
@@ -339,7 +339,7 @@ class Slots:
                 raise
             self._forget(slot)
             tables = frozenset(blob_digest(canonical(table)) for table in wish.tables)
-            ready = self._ready[slot] = _Ready(
+            ready = self._ready[slot] = _ReusableFilling(
                 key, tables, wish.identity.root, recorded, filling, sources, kept_cells, memory
             )
         elif ready.root != wish.identity.root:
@@ -359,7 +359,7 @@ class Slots:
         self,
         slot: int,
         wish: FillWish,
-        ready: _Ready,
+        ready: _ReusableFilling,
         stop_at: float,
         stop: FillStop,
         progress: Progress,
@@ -427,7 +427,7 @@ class Slots:
         return DeltaBase(memory, cells, lambda: self._held[other] is held)
 
     def _lend(
-        self, slot: int, wish: FillWish, ready: _Ready, maker: DeltaMaker | None, more: bool
+        self, slot: int, wish: FillWish, ready: _ReusableFilling, maker: DeltaMaker | None, more: bool
     ) -> ChunkLending | None:
         """Lends the slot to relays of other hosts while it is filled. more: it is lent already."""
         filling, lent = ready.filling, self._lent[slot]
@@ -440,7 +440,7 @@ class Slots:
         lent = self._lent[slot] = self._ways.lend_chunks(chunks)
         return lent
 
-    def _table(self, wish: FillWish, ready: _Ready) -> ChunkTable | None:
+    def _table(self, wish: FillWish, ready: _ReusableFilling) -> ChunkTable | None:
         """The relays to ask, with the chunks that each wants; None: there are none."""
         if wish.table is None:
             return None

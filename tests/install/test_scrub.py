@@ -216,16 +216,16 @@ def test_a_wrong_read_is_no_wrong_weight(
     model = TensorParallel()
     worker = start(ModuleTarget(model))
     install(worker, checkpoint)
-    again = scrubs._Round.differs
+    again = scrubs._ScrubPass.differs
 
-    def mended_meanwhile(current: scrubs._Round, check: int) -> bool:
+    def mended_meanwhile(current: scrubs._ScrubPass, check: int) -> bool:
         flip(model.norm.weight)
         return again(current, check)
 
-    monkeypatch.setattr(scrubs._Round, "differs", mended_meanwhile)
+    monkeypatch.setattr(scrubs._ScrubPass, "differs", mended_meanwhile)
     flip(model.norm.weight)
     eventually("it is logged", PATIENCE, lambda: "read norm.weight wrong" in caplog.text)
-    monkeypatch.setattr(scrubs._Round, "differs", again)
+    monkeypatch.setattr(scrubs._ScrubPass, "differs", again)
     hashes_all(worker)
     assert (worker.page.read()[0].state, told(worker).differences) == (CLEAN, 0)
 

@@ -33,7 +33,7 @@ logger = logging.getLogger("ckpt_engine.ray")
 
 
 @dataclass
-class _Seat:
+class _KeeperSeat:
     """One keeper, as the supervisor knows it. Touched by looks only."""
 
     status: ProcessStatus
@@ -53,7 +53,7 @@ class Supervisor:
 
     def __init__(self, plan: ClusterPlan) -> None:
         self._plan = plan
-        self._seats: dict[str, _Seat] = {}
+        self._seats: dict[str, _KeeperSeat] = {}
         self._ending = False
         self._ended, self._looking = threading.Event(), threading.Lock()
         plan.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -144,7 +144,7 @@ class Supervisor:
             manager = manager if kinds - {"manager"} else []
         return {each.name: each for each in (*manager, *(relays if self._plan.relays else ()), *served)}
 
-    def _place(self, first: ProcessStatus) -> _Seat:
+    def _place(self, first: ProcessStatus) -> _KeeperSeat:
         """A keeper that Ray is asked to place: on its node, or in a placement group of its own."""
         plan = self._plan
         group, place, takes = None, None, {}
@@ -165,13 +165,13 @@ class Supervisor:
             **{"num_cpus": plan.bundle["CPU"] if group else 0, **takes},
         )
         try:
-            return _Seat(first, actor.remote(plan, first, self._ports), group)
+            return _KeeperSeat(first, actor.remote(plan, first, self._ports), group)
         except BaseException:
             if group is not None:
                 ray.util.remove_placement_group(group)
             raise
 
-    def _observe(self, seat: _Seat) -> None:
+    def _observe(self, seat: _KeeperSeat) -> None:
         """Takes the keeper's answer, if there is one, and asks again. Does not wait."""
         if seat.answer is None:
             seat.answer = seat.keeper.status.remote()
@@ -190,7 +190,7 @@ class Supervisor:
         if seat.leaving is not None:
             seat.status = replace(seat.status, state="leaving")
 
-    def _have_leave(self, seat: _Seat, at_once: bool) -> None:
+    def _have_leave(self, seat: _KeeperSeat, at_once: bool) -> None:
         """Asks the keeper to end its process, and has Ray end the keeper when it has, or in the end."""
         if seat.leaving is None and seat.status.state != "placing" and not at_once:
             seat.leaving, seat.leave_by = seat.keeper.leave.remote(), time.monotonic() + LEAVE_SECONDS
@@ -199,7 +199,7 @@ class Supervisor:
         if complete or time.monotonic() >= seat.leave_by:
             self._take_away(seat)
 
-    def _take_away(self, seat: _Seat) -> None:
+    def _take_away(self, seat: _KeeperSeat) -> None:
         ray.kill(seat.keeper, no_restart=True)
         if seat.group is not None:
             ray.util.remove_placement_group(seat.group)

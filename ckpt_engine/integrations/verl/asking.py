@@ -41,7 +41,7 @@ STEPS = ("global_steps", "min_global_steps", "max_global_steps")
 
 
 @dataclass
-class _Leg:
+class _PartialAnswer:
     """The answer to one request so far."""
 
     tokens: list[int] = field(default_factory=list)
@@ -69,7 +69,7 @@ class ReplicaActor:
         self._model = options.model
         self._open, self._rejects = True, False
         self._changed, self._cut = asyncio.Event(), asyncio.Event()
-        self._legs: dict[asyncio.Task[TokenOutput], _Leg] = {}
+        self._legs: dict[asyncio.Task[TokenOutput], _PartialAnswer] = {}
 
     def execute_checkpoint_engine(self, method: str, **_: Any) -> dict[str, Any]:
         """Answers verl's manager, which expects a process beside an engine: only "prepare" needs an answer."""
@@ -120,7 +120,7 @@ class ReplicaActor:
         # Nothing is awaited from here to the leg's start, so that an abort either holds the request or cuts it.
         if self._rejects:
             return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields=dict.fromkeys(STEPS))
-        leg = _Leg()
+        leg = _PartialAnswer()
         task = asyncio.create_task(self._answer(self._body(list(prompt_ids), sampling_params), leg, self._cut))
         self._legs[task] = leg
         task.add_done_callback(self._legs.pop)
@@ -137,7 +137,7 @@ class ReplicaActor:
         options = {**self._always, **options}
         return {**options, "prompt": prompt, "max_tokens": max(1, most), "stream": True, "return_token_ids": True}
 
-    async def _answer(self, body: dict[str, Any], leg: _Leg, cut: asyncio.Event) -> TokenOutput:
+    async def _answer(self, body: dict[str, Any], leg: _PartialAnswer, cut: asyncio.Event) -> TokenOutput:
         reading = asyncio.create_task(self._read(body, leg))
         cutting = asyncio.create_task(cut.wait())
         try:
@@ -156,7 +156,7 @@ class ReplicaActor:
             extra_fields=await self._steps(leg),
         )
 
-    async def _read(self, body: dict[str, Any], leg: _Leg) -> None:
+    async def _read(self, body: dict[str, Any], leg: _PartialAnswer) -> None:
         end, why = time.monotonic() + self._options.held_seconds, ""
         while True:
             url = await self._serving(end, why)
@@ -180,7 +180,7 @@ class ReplicaActor:
             why = f": {url} answers 503: {text[:500]}"
             await asyncio.sleep(POLL_SECONDS)
 
-    async def _steps(self, leg: _Leg) -> dict[str, int | None]:
+    async def _steps(self, leg: _PartialAnswer) -> dict[str, int | None]:
         """The versions that can have made the leg's tokens: the admitted one, and the one that is held now."""
         newest = leg.admitted
         if leg.tokens and self._url is not None:
@@ -238,7 +238,7 @@ class ReplicaActor:
         return self._model
 
 
-async def _events(response: httpx.Response, leg: _Leg) -> None:
+async def _events(response: httpx.Response, leg: _PartialAnswer) -> None:
     """Reads a completion's stream into `leg`, token by token."""
     admitted = response.headers.get(ADMITTED)
     leg.admitted = None if admitted is None else int(admitted)

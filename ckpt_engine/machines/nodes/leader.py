@@ -38,7 +38,7 @@ END: Key = ("end",)
 
 
 @dataclass(eq=False)
-class _Question:
+class _WorkerQuestion:
     """The last question of one far worker."""
 
     node: _Node
@@ -55,7 +55,7 @@ class _Node:
     heard: float  # when it was heard last, monotonic seconds
     message: worker_pb2.NodeMessage  # the last one
     looked: int = 0  # the last look that its words answer
-    questions: dict[int, _Question] = field(default_factory=dict)  # by its workers' ranks
+    questions: dict[int, _WorkerQuestion] = field(default_factory=dict)  # by its workers' ranks
 
 
 class LeaderMachine:
@@ -93,7 +93,7 @@ class LeaderMachine:
         self._ending = False
         self._look = 0
         self._looking: set[int] = set()
-        self._open_questions: dict[int, _Question] = {}
+        self._open_questions: dict[int, _WorkerQuestion] = {}
         self._questions = 0
 
     def handle(self, event: LeaderEvent, now: float) -> list[LeaderCommand]:
@@ -296,7 +296,7 @@ class LeaderMachine:
             if request.sequence == last.request.sequence:
                 self._give(last)
                 return
-        question = node.questions[request.rank] = _Question(node, self._generation, request)
+        question = node.questions[request.rank] = _WorkerQuestion(node, self._generation, request)
         self._questions += 1
         self._open_questions[self._questions] = question
         self._out.append(WorkerAsked(self._questions, request))
@@ -321,7 +321,7 @@ class LeaderMachine:
         question.reply.sequence = request.sequence
         self._give(question)
 
-    def _give(self, question: _Question) -> None:
+    def _give(self, question: _WorkerQuestion) -> None:
         if question.reply is not None:
             command = self._command(question.node)
             command.rank, command.boot_id = question.request.rank, question.request.boot_id

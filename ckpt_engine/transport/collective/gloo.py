@@ -30,7 +30,7 @@ def gloo_availability() -> Availability:
     return Availability(False, f"this torch ({torch.__version__}) is built without Gloo")
 
 
-class _Words(c10d.Store):
+class _MeetingStore(c10d.Store):
     """The meeting's words as a store of torch."""
 
     def __init__(self, attendance: Attendance, members: Sequence[str], stop_at: float) -> None:
@@ -68,7 +68,7 @@ class GlooGroup:
     def __init__(self, attendance: Attendance, members: Sequence[str], rank: int, address: str, seconds: float) -> None:
         stop_at = time.monotonic() + seconds
         self._rank, self._members = rank, members
-        words = _Words(attendance, members, stop_at)
+        words = _MeetingStore(attendance, members, stop_at)
         options: Any = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
         options._timeout = timedelta(seconds=max(0.001, seconds))

@@ -73,7 +73,7 @@ class HostMember:
             raise precondition("no memory is bound to this member of a collective")
         try:
             with Watch(self._attendance, seconds, self._group.abort) as watch:
-                _HostRun(self._part, self._group, watch, self._packs, self._unpacks, on_bytes).run()
+                _GlooRun(self._part, self._group, watch, self._packs, self._unpacks, on_bytes).run()
         except BaseException as error:
             self._broken = str(error)
             self._group.abort()
@@ -88,7 +88,7 @@ class HostMember:
         self._part.slots = []
 
 
-class _HostRun:
+class _GlooRun:
     def __init__(
         self,
         part: MemberPart,

@@ -36,7 +36,7 @@ from ckpt_engine.v1.weights_pb2 import CudaIpcLocator, Region
 log = logging.getLogger(__name__)
 
 
-class _Owner:
+class _LendingProcess:
     """Another process, and its memory that is mapped in this one."""
 
     def __init__(self, locator: CudaIpcLocator, on_end: Callable[[], None]) -> None:
@@ -59,7 +59,7 @@ class _MappedRegion:
     """A region, mapped for one device. users: OpenedRegions that use it. memory: may belong to other regions too; None
     once it is unmapped."""
 
-    def __init__(self, key: tuple[bytes, int], owner: _Owner, memory: Imported) -> None:
+    def __init__(self, key: tuple[bytes, int], owner: _LendingProcess, memory: Imported) -> None:
         self.key = key
         self.owner = owner
         self.memory: Imported | None = memory
@@ -89,7 +89,7 @@ class CudaIpcTransport:
     def __init__(self) -> None:
         # Held while anything is copied, mapped or unmapped: a lease that ends waits for the copy that runs.
         self._lock = threading.RLock()
-        self._owners: dict[str, _Owner] = {}
+        self._owners: dict[str, _LendingProcess] = {}
         self._handles: dict[tuple[bytes, int], Imported] = {}
 
     def availability(self) -> Availability:
@@ -132,7 +132,7 @@ class CudaIpcTransport:
             locator = CudaIpcLocator.FromString(region.locator)
             owner = self._owners.get(locator.lease)
             if owner is None:
-                owner = _Owner(locator, partial(self._lose, locator.lease))
+                owner = _LendingProcess(locator, partial(self._lose, locator.lease))
                 self._owners[locator.lease] = owner
             try:
                 owner.check()
@@ -163,7 +163,9 @@ class CudaIpcTransport:
                     raise unavailable("the memory that this plan reads was unmapped; publish again")
             yield
 
-    def _map(self, key: tuple[bytes, int], owner: _Owner, region: Region, locator: CudaIpcLocator) -> _MappedRegion:
+    def _map(
+        self, key: tuple[bytes, int], owner: _LendingProcess, region: Region, locator: CudaIpcLocator
+    ) -> _MappedRegion:
         """Maps a region. A driver opens a handle once, so sources of one process in one allocation share a mapping."""
         handle = locator.parts[0].handle if locator.parts else b""
         memory_of_handle = self._handles.get((handle, key[1])) if handle else None
@@ -218,7 +220,7 @@ class CudaIpcTransport:
             except CudaDriverError:
                 log.exception("ckpt-engine: memory of process %d cannot be unmapped", mapped.owner.pid)
 
-    def _let_go_of_unused(self, owner: _Owner) -> None:
+    def _let_go_of_unused(self, owner: _LendingProcess) -> None:
         if not owner.mapped:
             self._owners.pop(owner.name, None)
             owner.lease.close()

@@ -62,7 +62,7 @@ _KEPT = 64
 """Regions of an arena that stay mapped without a plan that uses them: those of both slots, for later plans."""
 
 
-class _Arena:
+class _LeasedArena:
     """A lease on one arena of one relay, and the arena's regions that are mapped. Any thread."""
 
     def __init__(self, region: Region, locator: RelayMemoryLocator, seconds: float) -> None:
@@ -208,7 +208,7 @@ def _words(answer: bytes) -> str:
 class RelayRegions:
     """OpenedRegions of relays. Holds their slots from `check` until `rest`."""
 
-    def __init__(self, mapped: MappedRegions, slots: Sequence[tuple[_Arena, int]]) -> None:
+    def __init__(self, mapped: MappedRegions, slots: Sequence[tuple[_LeasedArena, int]]) -> None:
         self._mapped = mapped
         self._slots = tuple(slots)
         self._holding: set[int] = set()  # of `_slots`
@@ -253,7 +253,7 @@ class RelayMemoryTransport:
     name = NAME
 
     def __init__(self) -> None:
-        self._arenas: dict[bytes, _Arena] = {}
+        self._arenas: dict[bytes, _LeasedArena] = {}
 
     def availability(self) -> Availability:
         """Whether relays could be read; the same for every process of the host."""
@@ -267,7 +267,7 @@ class RelayMemoryTransport:
         DATA_LOSS if its memory is not what its regions say.
         """
         opened: dict[bytes, Mapping] = {}
-        slots: dict[tuple[bytes, int], tuple[_Arena, int]] = {}
+        slots: dict[tuple[bytes, int], tuple[_LeasedArena, int]] = {}
         for region in regions:
             locator = locator_of(region, NAME, RelayMemoryLocator)
             arena = self._arena(region, locator, min(seconds, ASK_SECONDS))
@@ -281,8 +281,8 @@ class RelayMemoryTransport:
             raise
         return found
 
-    def _arena(self, region: Region, locator: RelayMemoryLocator, seconds: float) -> _Arena:
+    def _arena(self, region: Region, locator: RelayMemoryLocator, seconds: float) -> _LeasedArena:
         self._arenas = {name: arena for name, arena in self._arenas.items() if not arena.ended}
         if locator.arena not in self._arenas:
-            self._arenas[locator.arena] = _Arena(region, locator, seconds)
+            self._arenas[locator.arena] = _LeasedArena(region, locator, seconds)
         return self._arenas[locator.arena]

@@ -82,7 +82,7 @@ _unreached: dict[bytes, float] = {}
 """By locator, which a relay that starts again changes: until when (monotonic seconds)."""
 
 
-class _Answer(NamedTuple):
+class _OwnerAnswer(NamedTuple):
     """What an owner says to a question; neither `relay` nor `why`: the chunk is here."""
 
     relay: str = ""  # the one that has it granted
@@ -101,7 +101,7 @@ class _ChunkQuestion:
     how: ChunkAsk
     placed: bool  # whether its answer may be where it lies in the owner's memory
     based: bool  # whether its answer may be a delta
-    answer: _Answer | None = None  # if it came before its turn
+    answer: _OwnerAnswer | None = None  # if it came before its turn
 
 
 class TcpAsker:
@@ -259,7 +259,7 @@ class TcpAsker:
 
     def _receive(
         self, question: _ChunkQuestion, landing: list[memoryview], runs: ChunkRuns, moved: Callable[[], None]
-    ) -> _Answer:
+    ) -> _OwnerAnswer:
         """Lets a chunk land, or returns the relay that has it granted, or why it does not come."""
         chunk, earlier = question.chunk, deque[_ChunkQuestion]()  # questions of later chunks whose answers come before
         size = sum(map(len, landing))
@@ -309,7 +309,7 @@ class TcpAsker:
                 place = self._understood(wire.read_place, content)
                 if placed is question and self._carry(place, size, runs, moved):
                     send(self._socket, wire.question(wire.RELEASE, self._key, chunk))
-                    return _Answer(network_bytes=size)
+                    return _OwnerAnswer(network_bytes=size)
                 if placed is question:
                     earlier.extend(each for each in [*self._questions][1:] if each.placed)
                 placed.placed = False
@@ -317,9 +317,9 @@ class TcpAsker:
                 self._send(placed)
             elif kind in (wire.TO, wire.NOT, wire.LATER):
                 if kind == wire.TO:
-                    answer = _Answer(relay=self._understood(wire.read_name, content))
+                    answer = _OwnerAnswer(relay=self._understood(wire.read_name, content))
                 else:
-                    answer = _Answer(why=_words(content), may_come=kind == wire.LATER)
+                    answer = _OwnerAnswer(why=_words(content), may_come=kind == wire.LATER)
                 if not earlier:
                     return answer
                 earlier.popleft().answer = answer
@@ -329,7 +329,7 @@ class TcpAsker:
         if measured:
             length = size if body is None else len(body)
             self.flows.append(Flow(began, time.monotonic(), max(0, length - buffered)))
-        return _Answer(network_bytes=came, body=None if body is None else bytes(body), why_whole=why_whole)
+        return _OwnerAnswer(network_bytes=came, body=None if body is None else bytes(body), why_whole=why_whole)
 
     def _carry(self, place: wire.PlacedRuns, size: int, runs: ChunkRuns, moved: Callable[[], None]) -> bool:
         """Reads a chunk where it lies in the owner's memory; False: that failed, and nothing lands any more."""

@@ -31,7 +31,7 @@ class Asker:
 
 
 @dataclass
-class _Grant:
+class _ChunkGrant:
     """The asker that brings a chunk to the others."""
 
     asker: Asker
@@ -51,7 +51,7 @@ class TcpLending:
         self._verified: set[int] = set()
         self._never: set[int] = set()
         self._filled = False
-        self._grants: dict[int, _Grant] = {}
+        self._grants: dict[int, _ChunkGrant] = {}
         self._named: dict[tuple[str, int], str] = {}  # by asker's name and chunk: the relay that it was sent to
         self._changed = changed
         self._askers: set[Asker] = set()
@@ -131,10 +131,10 @@ class TcpLending:
         """
         grant = self._grants.get(chunk)
         if grant is None or grant.asker.name == asker.name:
-            self._grants[chunk] = _Grant(asker, grant is not None and grant.served)
+            self._grants[chunk] = _ChunkGrant(asker, grant is not None and grant.served)
             return ""
         if another and self._named.get((asker.name, chunk)) == grant.asker.name:
-            self._grants[chunk] = _Grant(asker)
+            self._grants[chunk] = _ChunkGrant(asker)
             return ""
         self._named[asker.name, chunk] = grant.asker.name
         return grant.asker.name
