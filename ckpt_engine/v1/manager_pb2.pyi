@@ -704,20 +704,22 @@ class WorkerInstall(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., plan: _Optional[_Union[BlobRef, _Mapping]] = ..., expected: _Optional[_Union[BlobRef, _Mapping]] = ..., member: _Optional[int] = ...) -> None: ...
 
 class Install(_message.Message):
-    __slots__ = ("fence", "identity", "workers", "pause_mode", "deadline_seconds", "collective")
+    __slots__ = ("fence", "identity", "workers", "pause_mode", "deadline_seconds", "collective", "waits")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     COLLECTIVE_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     identity: _weights_pb2.Identity
     workers: _containers.RepeatedCompositeFieldContainer[WorkerInstall]
     pause_mode: PauseMode
     deadline_seconds: float
     collective: Collective
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerInstall, _Mapping]]] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., deadline_seconds: _Optional[float] = ..., collective: _Optional[_Union[Collective, _Mapping]] = ...) -> None: ...
+    waits: bool
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerInstall, _Mapping]]] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., deadline_seconds: _Optional[float] = ..., collective: _Optional[_Union[Collective, _Mapping]] = ..., waits: bool = ...) -> None: ...
 
 class Abandon(_message.Message):
     __slots__ = ("fence", "reason")
@@ -768,20 +770,22 @@ class SleepWakeDone(_message.Message):
     def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("fence", "stage", "bytes_done", "bytes_total", "goes_back", "steps")
+    __slots__ = ("fence", "stage", "bytes_done", "bytes_total", "goes_back", "steps", "ready")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     BYTES_DONE_FIELD_NUMBER: _ClassVar[int]
     BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     GOES_BACK_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     stage: Stage
     bytes_done: int
     bytes_total: int
     goes_back: bool
     steps: int
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., stage: _Optional[_Union[Stage, str]] = ..., bytes_done: _Optional[int] = ..., bytes_total: _Optional[int] = ..., goes_back: bool = ..., steps: _Optional[int] = ...) -> None: ...
+    ready: bool
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., stage: _Optional[_Union[Stage, str]] = ..., bytes_done: _Optional[int] = ..., bytes_total: _Optional[int] = ..., goes_back: bool = ..., steps: _Optional[int] = ..., ready: bool = ...) -> None: ...
 
 class StageSeconds(_message.Message):
     __slots__ = ("stage", "seconds")

@@ -28,8 +28,8 @@ TORN = events.Words((DIRTY,), False, "worker 0 is being updated", None)
 class Install:
     """An install that was told at 0 to the agent of an engine that serves. Steps end when `until` or `end` says so."""
 
-    def __init__(self, deadline: float = DEADLINE, early_bytes: int = 0) -> None:
-        """early_bytes: what its worker says that it brings into stage memory."""
+    def __init__(self, deadline: float = DEADLINE, early_bytes: int = 0, waits: bool = False) -> None:
+        """early_bytes: what its worker says that it brings into stage memory. waits: for others, once it is ready."""
         self.early_bytes = early_bytes
         self.agent = Agent()
         self.agent.welcome()
@@ -38,14 +38,15 @@ class Install:
         while self._running:
             self.end(self._running[0], 0.0)
         plan, expected = (manager_pb2.BlobRef(digest=letter * 32) for letter in (b"p", b"e"))
-        install = manager_pb2.Install(
+        self.command = manager_pb2.Install(
             fence=weights_pb2.Fence(cluster=CLUSTER, epoch=EPOCH),
             identity=NEXT,
             pause_mode=manager_pb2.PAUSE_MODE_KEEP,
             deadline_seconds=deadline,
+            waits=waits,
             workers=[manager_pb2.WorkerInstall(rank=0, plan=plan, expected=expected)],
         )
-        self._take(self.agent.tell(events.Message(self.agent.peer, install)))
+        self._take(self.agent.tell(events.Message(self.agent.peer, self.command)))
 
     def _take(self, commands: list[events.AgentCommand]) -> None:
         self._running += [command for command in commands if isinstance(command, events.Run)]
@@ -93,7 +94,18 @@ class Install:
         """Its timer for a look at what is brought fires."""
         operation = self.agent.machine.replica.operation
         assert operation is not None
-        self._take(self.agent.tell(events.TimerFired(("operation", operation.number, "brought")), now))
+        self._take(self.agent.tell(events.TimerFired(("operation", operation.number, "pending")), now))
+
+    def go_on(self, now: float) -> None:
+        """The command comes again, and says no more that it is to wait."""
+        self.command.waits = False
+        self._take(self.agent.tell(events.Message(self.agent.peer, self.command), now))
+
+    @property
+    def ready(self) -> bool:
+        """Whether the manager was told last that it is ready, and waits."""
+        sent = (command.body for command in self.agent.commands if isinstance(command, events.Send))
+        return [body.ready for body in sent if isinstance(body, manager_pb2.Progress)][-1]
 
     @property
     def steps(self) -> list[type]:
@@ -263,3 +275,42 @@ def test_what_cannot_be_brought_leaves_the_replica_as_it_was(how: str) -> None:
     }
     assert said[how] in outcome.problem.message
     assert not outcome.pause_seconds
+
+
+@pytest.mark.parametrize("early_bytes", [0, 100])
+def test_an_install_that_waits_for_others_pauses_its_engine_when_it_is_told_so(early_bytes: int) -> None:
+    install = Install(early_bytes=early_bytes, waits=True)
+    install.end(install.until(events.PrepareEngine, 0.0), 0.0)
+    if early_bytes:
+        assert not install.ready
+        install.brings(2.0, early_bytes, verified=True)
+    assert install.ready
+    install.look(3.0)
+    assert install.steps == [], "it waits"
+    install.go_on(4.0)
+    assert install.steps == [events.HoldRequests]
+    install.until(events.PauseEngine, 4.0)
+
+
+def test_an_install_that_is_told_early_not_to_wait_goes_on_once_it_is_ready() -> None:
+    install = Install(waits=True)
+    asked = install.until(events.PrepareEngine, 0.0)
+    install.go_on(1.0)
+    install.end(asked, 2.0)
+    install.until(events.PauseEngine, 2.0)
+
+
+@pytest.mark.parametrize("how", ["time", "another command"])
+def test_an_install_that_waits_for_others_in_vain_has_paused_nothing(how: str) -> None:
+    install = Install(waits=True)
+    install.end(install.until(events.PrepareEngine, 0.0), 0.0)
+    if how == "time":
+        install.look(DEADLINE - KEPT)
+    else:
+        abandon = manager_pb2.Abandon(fence=weights_pb2.Fence(cluster=CLUSTER, epoch=EPOCH), reason="it is undone")
+        install._take(install.agent.tell(events.Message(install.agent.peer, abandon), 1.0))
+    assert install.steps == [events.ReadWords]
+    install.end(install._running[0], DEADLINE - KEPT)
+    outcome = install.outcome()
+    assert (outcome.outcome, outcome.pause_seconds) == (manager_pb2.OUTCOME_OLD_SERVING, 0.0)
+    assert {"time": "were not in time", "another command": "it is undone"}[how] in outcome.problem.message

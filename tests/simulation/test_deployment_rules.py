@@ -73,6 +73,28 @@ def all_or_none_is_for_all(patch: Patch) -> None:
     patch.setattr(deploy, "STRATEGIES", {**deploy.STRATEGIES, "all_or_none": rule})
 
 
+def none_is_paused_before_all_are_ready(patch: Patch) -> None:
+    """Each is paused when it is ready itself."""
+    patch.setattr(deploy, "not_ready", lambda fleet: [])
+
+
+def one_that_fails_brings_the_others_back(patch: Patch) -> None:
+    """A replica that fails is left behind."""
+    original = deploy.judge_wave
+
+    def judge_wave(row: Deployment, fleet: deploy.Fleet, seconds: float) -> Judgement:
+        judged = original(row, fleet, seconds)
+        return deploy.MET if judged.verdict is deploy.Verdict.BROKEN else judged
+
+    patch.setattr(deploy, "judge_wave", judge_wave)
+
+
+def paused_no_wave_begins(patch: Patch) -> None:
+    """A person's pause is not looked at."""
+    original = deploy.next_step
+    patch.setattr(deploy, "next_step", lambda row, fleet, facts: original(replace(row, paused=False), fleet, facts))
+
+
 def what_is_newer_waits_until_it_is_decided(patch: Patch) -> None:
     """It begins beside it."""
     patch.setattr(Deployments, "lets", lambda self, goal: True)
@@ -123,6 +145,9 @@ def test_the_simulation_notices_without(mistake: Mistake, monkeypatch: pytest.Mo
 
 
 SLANTS = {
+    none_is_paused_before_all_are_ready: replace(STAGED, worse=GENTLE),
+    one_that_fails_brings_the_others_back: STAGED,
+    paused_no_wave_begins: often("somebody_decides"),
     rolling_leaves_the_rest_serving: often("engine_dies"),
     a_canary_waits_for_a_person: often("replica_joins"),
     a_condition_of_time_takes_its_time: replace(often("replica_joins"), staged=1.0),

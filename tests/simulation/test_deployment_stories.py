@@ -3,14 +3,18 @@ was killed goes on with."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ckpt_engine import options
 from ckpt_engine.commands import choices
 from ckpt_engine.machines.manager import deploy
 from ckpt_engine.v1 import manager_pb2
+from tests.simulation.engine import Engine
 from tests.simulation.story import NEW, OLD, Problem, Story, outcomes, refused
 from tests.simulation.training import Group
+from tests.simulation.world import Signal
 
 Action = manager_pb2.SteerDeploymentRequest
 Row = manager_pb2.Deployment
@@ -281,6 +285,31 @@ def test_an_engine_that_fails_brings_the_others_back(story: Story, strategy: str
     story.start_engine(story.agents[name])
     story.wait(20.0)
     assert serve(story) == [0] * 4, "a restart gets the base"
+
+
+def test_all_or_none_pauses_no_engine_before_all_are_ready(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = begun(story)
+    group.train()
+    slow, original = story.agents["replica-2"], Engine._get_ready
+
+    def get_ready(self: Engine, *order: Any) -> Any:
+        if self is slow.engine:
+            yield Signal()  # it never is
+        yield from original(self, *order)
+
+    monkeypatch.setattr(Engine, "_get_ready", get_ready)
+    story.call(group.trainers[0], strategy="all_or_none", timeout_seconds=20.0)
+    paused, said = 0, set[str]()
+    for _ in range(300):
+        story.wait(0.1)
+        paused += any(agent.engine is None or agent.engine.paused for agent in story.agents.values())
+        said.update(each.waits_for for each in story.deployments)
+    assert "replica-2 to be ready: no engine is paused before all are" in said
+    assert not paused
+    (row,) = story.ledger.deployments.values()
+    assert row.state == Row.STATE_UNDONE
+    assert "replica-2" in row.reason
+    assert serve(story) == [0] * 4
 
 
 def test_every_strategy_has_its_name_wherever_it_is_given() -> None:

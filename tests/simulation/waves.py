@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines import events
 from ckpt_engine.machines.manager.members import Holder, Replica
+from ckpt_engine.machines.manager.update import InstallJob
 from ckpt_engine.v1 import manager_pb2
 from tests.simulation.world import BrokenPromiseError
 
@@ -30,6 +31,7 @@ class Waves:
         self.decided: dict[int, int] = {}  # by state
         self._served: dict[tuple[str, Version], float] = {}  # by replica, since when it has said that it holds it
         self._began: dict[int, float] = {}  # by generation, when a manager took its first event
+        self._paused: set[int] = set()  # epochs of installs that were told to pause after they had waited
 
     def command(self, manager: ManagerShell, command: Any) -> None:
         """Looks at a command of the manager, before it is performed."""
@@ -43,6 +45,7 @@ class Waves:
                     self.check_nothing_newer_begins(manager, epoch, identity)
             case events.Send(peer, manager_pb2.Install() as body):
                 self.check_the_base_is_served_outside_of_waves(manager, manager.machine._members.by_peer[peer], body)
+                self.check_all_are_ready_before_one_is_paused(manager, body)
             case events.Send(peer, manager_pb2.FillRelay() as body):
                 self.check_base_and_target_stay(manager, manager.machine._members.by_peer[peer], body)
 
@@ -145,6 +148,23 @@ class Waves:
             names = {name for wave in row.waves for name in wave.replicas}
             if row.state == UNDECIDED and identity == Version.of(row.target) and member.name not in names:
                 raise BrokenPromiseError(f"{member.name} is in no wave of {row.number}, and is brought to {identity}")
+
+    def check_all_are_ready_before_one_is_paused(self, manager: ManagerShell, body: manager_pb2.Install) -> None:
+        """All or none: a replica is told to pause when each has said that it is ready, or serves the target."""
+        identity, machine = Version.of(body.identity), manager.machine
+        jobs = {update.goal.replicas[0]: update._job for update in machine._updates.attempts()}
+        heard = {name: job._heard.get(name) for name, job in jobs.items() if isinstance(job, InstallJob)}
+        ready = {name for name, progress in heard.items() if progress is not None and progress.ready}
+        for row in machine._state.deployments.values():
+            if row.strategy != "all_or_none" or row.state != UNDECIDED or row.target != identity or body.waits:
+                continue
+            if body.fence.epoch in self._paused:
+                continue  # it is told so again
+            self._paused.add(body.fence.epoch)
+            for name in set(row.participants) - machine.holds().keys():
+                replica = machine._members.replicas.get(name)
+                if name not in ready and (replica is None or not replica.holds(identity)):
+                    raise BrokenPromiseError(f"deployment {row.number} pauses replicas, and {name} is not ready")
 
     def check_base_and_target_stay(self, manager: ManagerShell, member: Any, body: manager_pb2.FillRelay) -> None:
         """No relay that holds the base or the target of an undecided deployment is filled with something else."""

@@ -70,8 +70,9 @@ class Account:
             span = manager_pb2.Span(begin=self._ordered[rank] + way, seconds=installed.seconds, error=way)
             installed.report.span.CopyFrom(span)
 
-    def progress(self, fence: weights_pb2.Fence, goes_back: bool) -> manager_pb2.Progress:
-        """The progress of all workers together. goes_back: whether no worker may write any more."""
+    def progress(self, fence: weights_pb2.Fence, goes_back: bool, ready: bool) -> manager_pb2.Progress:
+        """The progress of all workers together.
+        goes_back, ready: see Progress."""
         return manager_pb2.Progress(
             goes_back=goes_back,
             fence=fence,
@@ -79,6 +80,7 @@ class Account:
             bytes_done=sum(progress.bytes_done for progress in self._progress.values()),
             bytes_total=sum(progress.bytes_total for progress in self._progress.values()),
             steps=self._steps,
+            ready=ready,
         )
 
     def outcome(

@@ -9,6 +9,9 @@ reserved for resuming.
 The gate holds requests from before the engine is asked to pause (some engines take new requests in while they pause)
 until it has resumed, or until the deadline of the install. After a quarantine the held requests are refused.
 
+An install may have to wait for others: then it tells that its workers are ready, and goes on when the command comes
+again without `waits`, or back at its deadline, and nothing was paused.
+
 Around an engine that sleeps (core/sleeping.py, `update_steps`) its weights are woken first, and its caches once the
 words are whole, on every way out. What cannot be woken stays marked, so the gate stays closed, QUARANTINED; what was
 woken is not put to sleep again. Once weights are awake the mark says that the rest is to follow. This agent, or the one
@@ -40,7 +43,8 @@ from ckpt_engine.v1 import manager_pb2, weights_pb2, worker_pb2
 Problem = weights_pb2.Problem
 
 LOOK_SECONDS = 1.0
-"""Seconds between two looks whether a worker that brings into stage memory has been silent for too long."""
+"""Seconds between two looks whether a worker that brings into stage memory has been silent for too long, or no time is
+left to wait for others."""
 
 
 class Installing(LabellingOperation):
@@ -59,7 +63,8 @@ class Installing(LabellingOperation):
         self._differences: list[manager_pb2.ScrubDifference] = []
         self._steps: tuple[SleepStep, ...] = ()
         self._marking = replica.sleeping
-        self._going_back = self._giving_orders = self._holding = self._awaits_brought = False
+        self._going_back = self._giving_orders = self._holding = self._pending = False
+        self._waits = install.waits  # for the word that it may pause its engine
         self._end = self._reserve = 0.0
 
     # -- steps
@@ -122,10 +127,10 @@ class Installing(LabellingOperation):
                 self._conclude(manager_pb2.OUTCOME_QUARANTINED, now)
 
     def timer(self, step: str, now: float) -> None:
-        """Looks whether workers still bring into stage memory, or tries again what the engine refused a moment ago: its
-        label, to wake its caches, or to resume."""
-        if step == "brought":
-            self._await_brought(now)
+        """Looks whether the engine may be paused by now, or tries again what it refused a moment ago: its label, to
+        wake its caches, or to resume."""
+        if step == "pending":
+            self._await_all_ready(now)
         else:
             self._resume(now)
 
@@ -162,22 +167,32 @@ class Installing(LabellingOperation):
             self._fail(problem)
         if self._going_back:
             self.run("not ready", ReadWords())
-        elif self._readying.bringing:
-            self._awaits_brought = True
-            self.set_timer("brought", LOOK_SECONDS)
+        elif self._readying.bringing or self._waits:
+            self._pending = True
+            self._tell_progress()
+            self.set_timer("pending", LOOK_SECONDS)
         else:
             self._hold(now)
 
-    def _await_brought(self, now: float) -> None:
-        """Goes on once every worker has brought what it can into its stage memory, or back if one cannot."""
-        if not self._awaits_brought:
+    def _await_all_ready(self, now: float) -> None:
+        """Goes on once every worker has brought what it can into its stage memory, and nothing else is waited for; or
+        back if a worker cannot, or no time is left."""
+        if not self._pending:
             return
         problem = self._readying.problem(now, self._remaining(now))
-        if problem is None and self._readying.bringing:
-            self.set_timer("brought", LOOK_SECONDS)
+        if problem is None and (self._readying.bringing or self._waits):
+            self.set_timer("pending", LOOK_SECONDS)
             return
-        self._awaits_brought = False
+        if problem is not None and self._is_ready and self._remaining(now) <= 0:
+            message = "it was ready, and replicas that it is installed together with were not in time"
+            problem = self._issue(Problem.CODE_DEADLINE_EXCEEDED, message)
+        self._pending = False
         self._all_ready(problem, now)
+
+    def go_on(self, now: float) -> None:
+        """Takes the word that the engine may be paused as soon as its workers are ready."""
+        self._waits = False
+        self._await_all_ready(now)
 
     def _hold(self, now: float) -> None:
         self._holding = True
@@ -331,8 +346,8 @@ class Installing(LabellingOperation):
         if not self.replica.ordered(self.fence.epoch) and not self._account.reports and not self._going_back:
             self._fail(self._issue(Problem.CODE_ABORTED, f"abandoned: {reason}"))
             self._giving_orders = False
-            if self._readying.stop() or self._awaits_brought:
-                self._awaits_brought = False
+            if self._readying.stop() or self._pending:
+                self._pending = False
                 self.run("not ready", ReadWords())
 
     def reply_to(self, request: worker_pb2.WorkerRequest, now: float) -> worker_pb2.AgentReply | None:
@@ -346,7 +361,7 @@ class Installing(LabellingOperation):
                     self._account.take_early(request.rank, request.early)
                     self._tell_progress()
                     if request.early.verified or request.early.HasField("problem"):
-                        self._await_brought(now)
+                        self._await_all_ready(now)
                 return reply
             case "want_install":
                 return self._order(request, now)
@@ -466,4 +481,9 @@ class Installing(LabellingOperation):
         # Orders of an earlier agent are in no table of this one.
         ordered = not self.replica.accounted or self.replica.ordered(self.fence.epoch)
         goes_back = self._going_back and not self._giving_orders and not ordered
-        self.replica.session.send(self._account.progress(self.install.fence, goes_back))
+        self.replica.session.send(self._account.progress(self.install.fence, goes_back, self._is_ready))
+
+    @property
+    def _is_ready(self) -> bool:
+        """Whether it waits for nothing but the word that the engine may be paused."""
+        return self._pending and self._waits and not self._readying.bringing

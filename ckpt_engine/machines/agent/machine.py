@@ -213,6 +213,9 @@ class AgentMachine:
             case manager_pb2.Install():
                 if self._installs(fence := Fence.of(body.fence), now):
                     self._command("install", fence, lambda: Installing(self.replica, body), now)
+                    operation = self.replica.operation
+                    if isinstance(operation, Installing) and operation.fence == fence and not body.waits:
+                        operation.go_on(now)
             case manager_pb2.SleepWake():
                 if self._installs(fence := Fence.of(body.fence), now):
                     self._command("sleep", fence, lambda: SleepingOrWaking(self.replica, body), now)

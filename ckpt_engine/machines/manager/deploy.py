@@ -89,6 +89,10 @@ class Deployment:
         """Whether this is the number of its target."""
         return (self.target.lineage, self.target.number) == (lineage, number)
 
+    def installs_together(self, identity: Version) -> bool:
+        """Whether replicas that are brought to this version wait for one another once they are ready."""
+        return self.state == UNDECIDED and identity == self.target and STRATEGIES[self.strategy].needs_all
+
     def with_wave(self, epoch: int, replicas: Iterable[str]) -> Deployment:
         """It with one more wave."""
         return replace(self, waves=(*self.waves, Wave(epoch, tuple(sorted(replicas)))))
@@ -151,6 +155,8 @@ class Observed:
     serving: bool = False  # it lets requests in
     has_target: bool = False  # all its workers hold the target, and it serves
     failure: str = ""  # why it could not be brought to the target; empty: that is not known
+    ready: bool = False  # it is being brought to the target, and its engine may be paused for that, or was
+    was_ready: bool = False  # that was so once since its wave began
 
 
 Fleet: TypeAlias = Mapping[str, Observed]
@@ -208,7 +214,8 @@ class WaveRule:
     next_wave: Callable[[Deployment, Fleet], list[str]]  # empty: none can begin now
     conditions: tuple[Condition, ...] = ()  # if the caller names none
     one_wave: bool = False  # so it has neither a size of waves nor conditions
-    needs_all: bool = False  # it is refused unless every replica of the call can take part
+    # It is refused unless every replica of the call can take part, and none of them is paused before all are ready.
+    needs_all: bool = False
 
 
 def _some_at_a_time(deployment: Deployment, fleet: Fleet) -> list[str]:
@@ -247,6 +254,11 @@ def strategy_of(name: str) -> WaveRule:
     return strategy
 
 
+def not_ready(fleet: Fleet) -> list[str]:
+    """The replicas that neither serve the target nor are ready for it."""
+    return sorted(name for name, each in fleet.items() if not (each.ready or each.has_target))
+
+
 def judge_wave(deployment: Deployment, fleet: Fleet, seconds: float) -> Judgement:
     """Whether the last wave has ended, `seconds` after its commit. It is met when all its replicas serve the target,
     but for as many as may fail; a replica that is not there by `wave_seconds` has failed."""
@@ -267,11 +279,13 @@ def judge_wave(deployment: Deployment, fleet: Fleet, seconds: float) -> Judgemen
     if len(failed) > len(deployment.participants) - deployment.min_replicas or (
         failed and not lacking and not some_have
     ):
-        name = min(failed)
+        name = min(failed, key=lambda name: (fleet[name].was_ready, name))
         return Judgement(Verdict.BROKEN, f"replica {name}: {failed[name]}")
     if not lacking:
         return MET
     remaining = deployment.wave_seconds - seconds
+    if STRATEGIES[deployment.strategy].needs_all and (unready := not_ready(fleet)):
+        return Judgement(Verdict.OPEN, f"{some(unready)} to be ready: no engine is paused before all are", remaining)
     return Judgement(Verdict.OPEN, f"{some(sorted(lacking))} to serve version {deployment.target.number}", remaining)
 
 

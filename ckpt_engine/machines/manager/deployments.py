@@ -99,6 +99,7 @@ class DeploymentCourse:
     outcomes: dict[str, manager_pb2.ReplicaOutcome] = field(default_factory=dict)  # by replica, of the last attempt
     failures: dict[str, str] = field(default_factory=dict)  # by replica, why it could not be brought to the target
     tries: dict[str, int] = field(default_factory=dict)  # by replica, attempts that failed
+    ready: set[str] = field(default_factory=set)  # replicas that were ready for the target since the last wave began
     undo: str = ""  # why it is to be undone; empty: it is not
     writing: DeploymentCommit | DeploymentWrite | None = None  # the key of the task that writes its row
     selecting: frozenset[str] = frozenset()  # what the commit that is being written selects
@@ -329,16 +330,30 @@ class Deployments:
                 self._commit(row, course, identity, row.selection | row.in_waves, state, reason, now)
             case deploy.Judgement(reason=reason, seconds=seconds):
                 course.waits_for = reason
+                if course.ended is None and not deploy.not_ready(fleet):
+                    for update in self.attempts():
+                        if update.goal.waits and update.goal.sealed == row.target:
+                            update.go_on(now)
                 if seconds is not None:
                     self.state.set_timer(DeploymentLook(row.number), seconds)
 
     def _fleet(self, row: Deployment, course: DeploymentCourse) -> Fleet:
         """The participants. One whose attempt goes on is not at the target yet: its outcome is still to come."""
-        busy = {update.goal.replicas[0] for update in self.attempts()}
+        attempts = {update.goal.replicas[0]: update for update in self.attempts()}
+        ready = {name for name, update in attempts.items() if update.ready and update.goal.sealed == row.target}
+        course.ready |= ready
         replicas, failures = self.state.members.replicas, course.failures
         fleet = {name: observed(replicas.get(name), row.target, failures.get(name, "")) for name in row.participants}
         fleet = {name: each for name, each in fleet.items() if name not in self.state.holds}
-        return {name: replace(each, has_target=each.has_target and name not in busy) for name, each in fleet.items()}
+        return {
+            name: replace(
+                each,
+                has_target=each.has_target and name not in attempts,
+                ready=name in ready,
+                was_ready=name in course.ready,
+            )
+            for name, each in fleet.items()
+        }
 
     def _wave_ended(self, row: Deployment, course: DeploymentCourse, now: float) -> None:
         course.ended = now
@@ -400,7 +415,7 @@ class Deployments:
         self.state.versions.select(Commit(key.fence.epoch, key.identity), key.selection, is_last=decided)
         self.state.deployments[row.number] = row
         course.writing, course.selecting = None, frozenset()
-        course.committed, course.ended, course.tries = now, None, {}
+        course.committed, course.ended, course.tries, course.ready = now, None, {}, set()
         if not decided:
             self._note(course, f"wave {len(row.waves)}", now)
             return

@@ -46,6 +46,7 @@ class Goal:
     dry_run: bool = False  # it only prepares and plans, and reports what it would do
     adapts: bool = False  # its ranks can publish once more, in the dtypes that replicas keep
     staging: Staging | None = None  # how it is deployed in waves; None: to all of its replicas at once
+    waits: bool = False  # its replica, once it is ready, waits for those that it is to be installed together with
     keeps_draft: bool = False  # draft models that the version has no weights for keep their own
 
     @property

@@ -323,9 +323,11 @@ class Recipients:
         seconds: float,
         add: Callable[[str, manager_pb2.Install], None],
         without: Collection[str] = (),
+        waits: bool = False,
     ) -> None:
         """Sends the install, again, to all that have no outcome. ways: by replica; direct: of all others. add: adds to
-        the command of a replica that has the direct way. without: replicas that are not told."""
+        the command of a replica that has the direct way. without: replicas that are not told. waits: they only
+        get ready, and pause no engine yet."""
         for name in self.waiting_for():
             if name in self.awaited or name in without:
                 continue
@@ -335,6 +337,7 @@ class Recipients:
                 identity=identity.message(),
                 pause_mode=self._goal.pause_mode,
                 deadline_seconds=seconds,
+                waits=waits,
             )
             workers = self._workers(name) or ()
             for worker in workers:

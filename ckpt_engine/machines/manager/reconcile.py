@@ -114,6 +114,7 @@ class CatchUp:
                 end=now + self.state.deadlines.catch_up,
                 held=HeldVersion(content.identity, record),
                 pool=replica.pool,
+                waits=deployment is not None and deployment.installs_together(content.identity),
                 keeps_draft=self.state.versions.keeps_draft(replica.name),
             )
             if not may(goal):

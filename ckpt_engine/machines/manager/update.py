@@ -294,6 +294,7 @@ class InstallJob(Job):
         self._started = now
         self._patience = max(self._course.state.deadlines.stall, self._course.state.deadlines.quiesce)  # seconds
         self._heard: dict[str, manager_pb2.Progress] = {}  # by replica, the last progress of its install
+        self._waits = parts.goal.waits
         self._asked_back = ""  # why all were asked to abandon their installs; empty: they were not
         self._course.awaited[Phase.INSTALLING] = self._named
 
@@ -324,7 +325,7 @@ class InstallJob(Job):
         ways = {} if relays is None else relays.ways
         changing = self._changing()
         self._recipients.install(
-            self.version.identity, ways, self.version.direct, seconds, self._collective.install, changing
+            self.version.identity, ways, self.version.direct, seconds, self._collective.install, changing, self._waits
         )
         self._collective.send(self.fence, seconds)
         if changing:
@@ -372,8 +373,28 @@ class InstallJob(Job):
             self._recipients.abandon(reason, self._apart())
             self._listen()
 
+    @property
+    def ready(self) -> bool:
+        """Whether its replicas have no outcome, and may be told to pause their engines, or were."""
+        names = self._recipients.waiting_for()
+        return bool(names) and (not self._waits or all(map(self._is_ready, names)))
+
+    def go_on(self, now: float) -> None:
+        """Tells replicas that are ready to pause their engines, and to install."""
+        if self._waits:
+            self._waits = False
+            self._listen()
+            self.send(now)
+
+    def _is_ready(self, name: str) -> bool:
+        return self._heard.get(name, manager_pb2.Progress()).ready
+
     def silence(self) -> None:
-        """Handles that no install reported progress for a while: asks all to abandon theirs, then excludes the rest."""
+        """Handles that no install reported progress for a while: asks all to abandon theirs, then excludes the rest.
+        Those that are ready, and wait to be told more, have nothing to report."""
+        if self._waits and self.ready and not self._asked_back:
+            self._listen()
+            return
         if not self._asked_back:
             self.ask_back(f"no install has told anything new for {self._patience:g} s")
             return
@@ -537,6 +558,16 @@ class Update:
         """Refuses, since members have seen higher epochs than the ledger had and would not obey this one."""
         if self.course.refusable:
             self._refuse(unavailable("the ledger was rolled back, and epochs are skipped: try again").problem)
+
+    @property
+    def ready(self) -> bool:
+        """As `InstallJob.ready`."""
+        return isinstance(self._job, InstallJob) and self._job.ready
+
+    def go_on(self, now: float) -> None:
+        """Tells its replica, which is ready, to install."""
+        if isinstance(self._job, InstallJob):
+            self._job.go_on(now)
 
     def caller_left(self, rank: int) -> None:
         """Takes the cancellation of a rank's call."""
