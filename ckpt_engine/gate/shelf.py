@@ -1,7 +1,7 @@
 """The shelf of one adapter in one engine: which of its versions the engine's workers hold, and which requests use them.
 
-It decides how the processes of an engine say and see that. It does not decide which version goes where or when one is
-taken away (the workers' adapter shelf does), nor how tokens are computed.
+It decides how the processes of an engine say and see that, and in which place a version goes. It does not decide which
+versions there are (the workers' adapter shelf does), nor how tokens are computed.
 
 A shelf is a runtime directory below the engine's own, with a page of state words of its own: to the manager it is a
 replica. Beside it lie its *places*, each for one version: a page of state words again, of which `verdict` says whether
@@ -12,6 +12,9 @@ is not the highest.
 Each API process counts its own requests, and holds a shared lock on the place's file of uses while there are any, so
 that a killed process counts no more. A worker marks the place first and then looks for a lock, a request takes the lock
 first and then looks at the mark: so one of the two sees the other.
+
+The workers of an engine come to an install one after another, and uses begin and end meanwhile. So the first one
+chooses the place, and writes that down for the others.
 """
 
 from __future__ import annotations
@@ -19,12 +22,13 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ckpt_engine.core.problems import precondition
 from ckpt_engine.gate.directory import EngineDirectory
-from ckpt_engine.gate.page import EnginePage, verdict
+from ckpt_engine.gate.page import EnginePage, WorkerSlot, verdict
 from ckpt_engine.gate.reader import StateReader
 from ckpt_engine.v1 import weights_pb2
 
@@ -34,6 +38,7 @@ ENVIRONMENT = "CKPT_ENGINE_ADAPTERS"
 _FOLDER = "adapters"
 _ROOT_BYTES = 32
 _LOCK = struct.Struct("hhqqi")  # kind, from where, start, length, 0: of an open file description
+_CHOICE = struct.Struct("<Qq")  # epoch, number of the place; -1: there is none
 
 
 def shelf_directory(engine: Path, adapter: str) -> EngineDirectory:
@@ -46,7 +51,7 @@ def shelf_directory(engine: Path, adapter: str) -> EngineDirectory:
 def clear_shelves(engine: Path) -> None:
     """Removes what the last engine's workers wrote of adapters. What agents have there stays. engine: as above."""
     for shelf in (engine / _FOLDER).glob("*"):
-        for pattern in ("page", "place-*", "base-*"):
+        for pattern in ("page", "place-*", "base-*", "choice"):
             for file in shelf.glob(pattern):
                 file.unlink(missing_ok=True)
 
@@ -125,6 +130,52 @@ class ShelfPlace:
         self._requests = 1
         self.leave()
         self.page.close()
+
+
+def choose_place(
+    directory: Path, places: Sequence[tuple[ShelfPlace, WorkerSlot]], identity: weights_pb2.Identity, epoch: int
+) -> int | None:
+    """The number of the place for the version that an install of `epoch` brings, the same in each worker that asks.
+    None: requests use all that could go.
+
+    directory: of the shelf. places: each with this worker's word, which is marked as dirty if the place's version goes.
+    Raises FAILED_PRECONDITION: a later install has begun.
+    """
+    descriptor = os.open(directory / "choice", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        content = os.pread(descriptor, _CHOICE.size, 0)
+        last, number = _CHOICE.unpack(content) if content else (0, -1)
+        if last > epoch:
+            raise precondition(f"the install of epoch {last} has begun, and this one of epoch {epoch} is over")
+        if last < epoch:
+            number = _choose(places, identity)
+            os.pwrite(descriptor, _CHOICE.pack(epoch, number), 0)
+        return None if number < 0 else int(number)
+    finally:
+        os.close(descriptor)
+
+
+def _choose(places: Sequence[tuple[ShelfPlace, WorkerSlot]], identity: weights_pb2.Identity) -> int:
+    """The place that has this version, in some workers at least; or one that has none in all of them; or that of the
+    oldest version that no request uses; -1: there is none. The newest version stays."""
+    words = [place.page.read() for place, _ in places]
+    for number, each in enumerate(words):
+        if any(word.identity == identity for word in each):
+            return number
+    for number, each in enumerate(words):
+        if verdict(each).identity is None:
+            return number
+    by_age = sorted(range(len(places)), key=lambda number: places[number][0].order)
+    for number in by_age[:-1]:
+        place, word = places[number]
+        oldest = word.identity
+        assert oldest is not None
+        word.dirty(word.epoch)  # no further request begins to use it
+        if not place.used():
+            return number
+        word.clean(word.epoch, oldest)
+    return -1
 
 
 class Shelf:

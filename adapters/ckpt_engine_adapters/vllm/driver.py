@@ -35,9 +35,10 @@ from ckpt_engine.engine.versions import Supported
 from ckpt_engine.host.gpus import has_nvidia_driver
 from ckpt_engine.http_client.connections import Answer
 from ckpt_engine.v1 import manager_pb2, weights_pb2
-from ckpt_engine_adapters.vllm.adapter_driver import VllmShelfAdapter, check_adapters
+from ckpt_engine_adapters.vllm.adapter_driver import VllmShelfAdapter
 from ckpt_engine_adapters.vllm.command import (
     WORKERS_VARIABLE,
+    check_adapters,
     check_options,
     model_of_serve,
     options_of,

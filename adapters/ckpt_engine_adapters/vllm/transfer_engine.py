@@ -36,7 +36,7 @@ from ckpt_engine.engine.target import LoadTarget
 from ckpt_engine.gate.directory import ENVIRONMENT, EngineDirectory
 from ckpt_engine.gate.shelf import ENVIRONMENT as ADAPTERS_VARIABLE
 from ckpt_engine.install.worker import EngineWorker
-from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE
+from ckpt_engine_adapters.vllm.command import WORKERS_VARIABLE, check_adapter_workers
 from ckpt_engine_adapters.vllm.drafts import DraftModel, describe_draft, draft_of_caller
 from ckpt_engine_adapters.vllm.input_norms import reset_input_norms
 from ckpt_engine_adapters.vllm.quantised import reset_made_up_scales
@@ -102,6 +102,7 @@ class CkptEngineWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         Raises:
             RuntimeError: the engine has no directory: it was started without an agent and without our middleware.
+            ValueError, CkptEngineError: this server cannot serve adapters, and is to.
         """
         super().__init__(config, vllm_config, device, model)
         directory = EngineDirectory.from_environment()
@@ -139,11 +140,13 @@ class CkptEngineWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _make_shelves(
         self, model: torch.nn.Module, adapters: Mapping[str, int], directory: EngineDirectory, rank: int, workers: int
     ) -> dict[str, AdapterShelf]:
-        """The shelf of each adapter. Loads vLLM's LoRA classes, which other servers do without."""
+        """The shelf of each adapter. Loads vLLM's LoRA classes, which other servers do without. Raises ValueError,
+        CkptEngineError: this server cannot have any."""
         from ckpt_engine_adapters.vllm.adapter_shelf import AdapterShelf
         from ckpt_engine_adapters.vllm.adapter_slots import AdapterSlots
 
-        slots = AdapterSlots(model)
+        check_adapter_workers(self._vllm_config.parallel_config, os.environ)
+        slots = AdapterSlots(model, max(adapters.values()))
         return {
             name: AdapterShelf(directory.path, name, versions, rank, workers, self._worker.slot, slots)
             for name, versions in adapters.items()
