@@ -109,7 +109,9 @@ class World:
         self.manager_port = free_port()
         self.ledger = path / "ledger.sqlite"
         self.managers = self._start_managers()
-        self._channel = self._open_channel()
+        self._channel = grpc.insecure_channel(
+            f"127.0.0.1:{self.manager_port}", options=[("grpc.max_reconnect_backoff_ms", 300)]
+        )
         self._stub = ManagerStub(self._channel)
         self.trainer_proxy = self._proxy()
         self.relay_proxy = self._proxy() if relayed else None
@@ -370,11 +372,6 @@ class World:
 
     def _start_managers(self, cluster: str = "") -> list[Member]:
         return [start_manager(self.path, self.manager_port, self._environment, self.ledger, cluster)]
-
-    def _open_channel(self) -> grpc.Channel:
-        """The harness's own, which no fault cuts."""
-        options = [("grpc.max_reconnect_backoff_ms", 300)]
-        return grpc.insecure_channel(f"127.0.0.1:{self.manager_port}", options=options)
 
     def _dialled(self, proxy: Proxy) -> str:
         """What the member whose proxy it is names as its manager."""
