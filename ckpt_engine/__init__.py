@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ckpt_engine.reading.pulling import pull
     from ckpt_engine.reading.reader import Reader
     from ckpt_engine.report import UpdateReport
-    from ckpt_engine.trainer import Trainer
+    from ckpt_engine.trainer import Probe, TokenScores, Trainer
 
     __version__: str
 
@@ -26,8 +26,10 @@ __all__ = [
     "CkptEngineError",
     "Deadlines",
     "ErrorCode",
+    "Probe",
     "Reader",
     "RollbackOptions",
+    "TokenScores",
     "Trainer",
     "UpdateOptions",
     "UpdateReport",
@@ -43,7 +45,9 @@ _HOMES = {
     "CkptEngineError": "ckpt_engine.core.problems",
     "Deadlines": "ckpt_engine.core.deadlines",
     "ErrorCode": "ckpt_engine.core.problems",
+    "Probe": "ckpt_engine.trainer",
     "Reader": "ckpt_engine.reading.reader",
+    "TokenScores": "ckpt_engine.trainer",
     "Trainer": "ckpt_engine.trainer",
     "UpdateReport": "ckpt_engine.report",
     "pull": "ckpt_engine.reading.pulling",
@@ -60,7 +64,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # gRPC writes lines of its own to standard error, beside what our errors say; it reads this when it is imported.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    if name in ("Reader", "Trainer", "pull"):
+    if name in ("Probe", "Reader", "TokenScores", "Trainer", "pull"):
         import_module("ckpt_engine.extras").require("trainer", "torch", "numpy", what=f"ckpt_engine.{name}")
     return getattr(import_module(_HOMES[name]), name)
 

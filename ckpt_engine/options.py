@@ -115,7 +115,8 @@ class UpdateOptions(RollbackOptions, total=False):
     """Of a staged deployment: how many replicas a wave has; above 0 and below 1: which share of them. Default: 1."""
     condition: str | Sequence[str]
     """Of a staged deployment: what must be so before the next wave; of several, all. "time=300": so many seconds after
-    the wave; "person": `ckpt-engine deploy approve`. Default: "person" for a canary, else none."""
+    the wave; "probe": all answers to the trainer's probe are within its bounds (docs/probe.md); "person": `ckpt-engine
+    deploy approve`. Default: "person" for a canary, else none."""
     newer: Newer | None  # of a staged deployment; default: "supersede"
 
 

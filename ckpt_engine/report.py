@@ -14,6 +14,7 @@ from ckpt_engine.core.absent import absent_in_all
 from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.message_json import as_dict
 from ckpt_engine.core.names import NAMES_SHOWN, some
+from ckpt_engine.core.probe import answer_words
 from ckpt_engine.core.scrub import difference_words
 from ckpt_engine.machines.manager.report import is_verified
 from ckpt_engine.v1 import manager_pb2
@@ -96,6 +97,23 @@ class PartUse:
 
 
 @dataclass(frozen=True)
+class ProbeFinding:
+    """A cause of what a version's probe has found (docs/probe.md)."""
+
+    cause: str  # "all", "replica", "cache", "draft", "unknown" (one replica answered: "all" or "replica") or "silent"
+    replicas: tuple[str, ...]  # on which, by name
+    reason: str  # in words, with the figures
+
+    @classmethod
+    def of(cls, message: manager_pb2.ProbeFinding) -> ProbeFinding:
+        """Reads it from a message."""
+        return cls(enum_word(manager_pb2.ProbeFinding.Cause, message.cause), tuple(message.replicas), message.reason)
+
+    def __str__(self) -> str:
+        return f"probe ({self.cause}): {some(self.replicas)}: {self.reason}"
+
+
+@dataclass(frozen=True)
 class ReplicaReport:
     """How the update ended for one replica."""
 
@@ -149,6 +167,11 @@ class ReplicaReport:
         """What scrubs had found changed in the weights that it held before, which had closed it: tensor, box, worker
         and when."""
         return tuple(map(difference_words, self.message.differences))
+
+    @property
+    def probe(self) -> manager_pb2.ProbeAnswer | None:
+        """What its engine answered to the version's probe, with figures; None: it was not asked."""
+        return self.message.probe if self.message.HasField("probe") else None
 
     @property
     def parts(self) -> tuple[PartUse, ...]:
@@ -432,6 +455,11 @@ class UpdateReport:
         return self.message.held
 
     @property
+    def probe(self) -> tuple[ProbeFinding, ...]:
+        """What the version's probe has found, by cause; none: the replicas that were asked are within its bounds."""
+        return tuple(map(ProbeFinding.of, self.message.probe))
+
+    @property
     def deployment(self) -> DeploymentReport | None:
         """How it was deployed in waves; None: it was brought to all replicas at once."""
         return DeploymentReport(self.message.deployment) if self.message.HasField("deployment") else None
@@ -542,7 +570,7 @@ def _exceptions(report: UpdateReport) -> str:
     if unserved and not report.dry_run:
         parts.append(_remedy(unserved))
     labels = [f"{each.name}: {each.label_problem}" for each in report.replicas if each.label_problem]
-    remarks = [f"warning: {_one_line(each)}" for each in (*report.warnings, *labels)]
+    remarks = [f"warning: {_one_line(str(each))}" for each in (*report.probe, *report.warnings, *labels)]
     parts += remarks[:1]
     hidden += len(remarks) - 1 if remarks else 0
     if hidden or cut:
@@ -650,8 +678,10 @@ def _table(report: UpdateReport) -> str:
     ]
     parts = [f"{each.name}: {part}" for each in report.replicas for part in each.parts]
     absent = [f"{each.name}: {row}" for each in report.replicas for row in each.absent]
+    probes = [f"{each.name}: probe: {answer_words(each.probe)}" for each in report.replicas if each.probe is not None]
+    probes += map(str, report.probe)
     table = _columns([titles, *rows]) if rows or not report.held else []
-    remarks = [*parts, *problems, *warnings, *relays, *early, *absent]
+    remarks = [*parts, *problems, *warnings, *probes, *relays, *early, *absent]
     return "\n".join([head, *deployed, *table, *remarks, *filter(None, collective), *copied])
 
 

@@ -23,12 +23,13 @@ _REPORTS = ("UpdateReport", "ReplicaReport", "RelayReport", "TransportUse", "Par
 
 SECTIONS = (
     ("Trainer", "trainer/trainer.py", ("Trainer",)),
+    ("Probe", "trainer/probe.py", ("Probe", "TokenScores")),
     ("Client", "client.py", ("Client", "AsyncClient")),
     ("Options", "options.py", (*_OPTIONS, "Progress")),
     (
         "Reports",
         "report.py",
-        (*_REPORTS, "AbsentTensors", "CopiedTensors"),
+        (*_REPORTS, "AbsentTensors", "CopiedTensors", "ProbeFinding"),
     ),
     ("Reading a version", "reading/reader.py", ("Reader",)),
     ("Reading a version into files", "reading/pulling.py", ("pull",)),

@@ -17,16 +17,26 @@ _CHUNK = 64 << 20
 def flip_in(pid: int, tensor: torch.Tensor) -> None:
     """Flips one bit in the middle of each copy of a tensor's bytes that the process has. The process itself must be the
     caller's own. Raises AssertionError if it has none, or so many that others are among them."""
-    pattern = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    other = bytearray(_bytes(tensor))
+    other[len(other) // 2] ^= 1
+    write_in(pid, tensor, bytes(other))
+
+
+def write_in(pid: int, tensor: torch.Tensor, other: torch.Tensor | bytes) -> None:
+    """Writes other values over each copy of a tensor's bytes that the process has. Raises as `flip_in`."""
+    pattern, data = _bytes(tensor), other if isinstance(other, bytes) else _bytes(other)
     assert len(pattern) >= 64, "short patterns are found by chance"
+    assert len(pattern) == len(data)
     with Path(f"/proc/{pid}/mem").open("r+b", buffering=0) as memory:
         places = [place for begin, end in _writable(pid) for place in _find(memory, begin, end, pattern)]
         assert 1 <= len(places) <= 4, f"process {pid} has {len(places)} copies of a tensor of {len(pattern)} bytes"
         for place in places:
-            memory.seek(place + len(pattern) // 2)
-            (byte,) = memory.read(1)
-            memory.seek(place + len(pattern) // 2)
-            memory.write(bytes([byte ^ 1]))
+            memory.seek(place)
+            memory.write(data)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _writable(pid: int) -> Iterator[tuple[int, int]]:

@@ -156,7 +156,9 @@ async def _call_engine(adapter: EngineAdapter, task: events.EngineTask) -> objec
     match task:
         case events.ScoreEngine():
             try:
-                return await adapter.score(task.tokens, task.more, task.seconds)
+                score = await adapter.score(task.tokens, task.more, task.seconds, task.cached)
+                await adapter.count_guesses(task.seconds)  # of a draft, which have come with the continuation
+                return score
             except (KeyError, TypeError, ValueError, IndexError) as error:
                 text = f"its log-probabilities have no form that is known: {type(error).__name__}: {error}"
                 raise EngineCallError(text, answered=True) from error

@@ -21,6 +21,7 @@ from ckpt_engine.commands.lineage import table as lineage_table
 from ckpt_engine.commands.lines import PIPE_COLUMNS, Text, table_console
 from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.message_json import as_json
+from ckpt_engine.core.probe import answer_words, is_bad
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.scrub import scrub_words
 from ckpt_engine.machines.ledger_tasks import OperatorHold
@@ -138,7 +139,7 @@ def version_of(identity: weights_pb2.Identity) -> str:
 
 def _troubles(answer: manager_pb2.GetStatusResponse) -> list[Text]:
     """Lines below the table: why replicas do not serve, or could not take the last version; engines with wrong version
-    labels; scrubs; stage memory; accepted guesses of drafts; slow relays. Yellow: it serves."""
+    labels; probes; scrubs; stage memory; accepted guesses of drafts; slow relays. Yellow: it serves."""
     lines = []
     for replica in answer.replicas:
         unfit = f"left out of updates: {replica.unfit.message}" if replica.HasField("unfit") else ""
@@ -153,6 +154,9 @@ def _troubles(answer: manager_pb2.GetStatusResponse) -> list[Text]:
             lines.append(Text(f"{replica.name}: {replica.label_problem}", style="yellow"))
         if replica.engine_check:
             lines.append(Text(f"{replica.name}: {replica.engine_check}", style="yellow"))
+        if (probed := ReplicaReport(replica.last_outcome).probe) is not None:
+            style = "yellow" if is_bad(probed) else "dim"
+            lines.append(Text(f"{replica.name}: probe: {answer_words(probed)}", style=style))
         absent = ReplicaReport(replica.last_outcome).absent
         lines += [Text(f"{replica.name}: {row}", style="dim") for row in absent]
         if scrub := scrub_words(replica.scrubs, time.time()):

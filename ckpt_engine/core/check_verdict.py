@@ -35,11 +35,12 @@ ROUNDS = (Round(1, True), Round(2, False), Round(2, True), Round(1, False))
 
 @dataclass(frozen=True)
 class Score:
-    """An engine's answer to PROMPT, as natural logarithms of probabilities."""
+    """An engine's answer to a sequence of token ids, as natural logarithms of probabilities."""
 
-    prompt: tuple[float, ...]  # of each token of the prompt but the first
+    prompt: tuple[float, ...]  # of each token of the sequence but the first; empty if they were not asked for
     tokens: tuple[int, ...]  # its continuation
     chosen: tuple[float, ...]  # of each of these tokens
+    top: tuple[int, ...] = ()  # the likeliest token at each place of `prompt`; empty: the engine does not tell
 
 
 def failure(scores: Sequence[Score]) -> str:

@@ -162,9 +162,12 @@ class EngineAdapter(Protocol):
         returned. Needs no pause."""
         ...
 
-    async def score(self, tokens: Sequence[int], more: int, seconds: float) -> Score:
+    async def score(self, tokens: Sequence[int], more: int, seconds: float, cached: bool = False) -> Score:
         """Has the engine score `tokens` and continue them greedily with `more` tokens. The gate may be closed to
         others.
+
+        cached: only continue them, over what the engine has cached of such beginnings, as for any request. Else nothing
+        that is cached is used: the request has a salt of its own.
 
         Also raises KeyError, TypeError, ValueError or IndexError for an answer of an unknown form.
         """

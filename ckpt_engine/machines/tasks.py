@@ -224,11 +224,12 @@ class PrepareEngine:
 
 @dataclass(frozen=True)
 class ScoreEngine:
-    """adapter.score(tokens, more, seconds). Result: core.check_verdict.Score."""
+    """adapter.score(tokens, more, seconds, cached). Result: core.check_verdict.Score."""
 
     tokens: tuple[int, ...]
     more: int
     seconds: float
+    cached: bool = False
 
 
 @dataclass(frozen=True)

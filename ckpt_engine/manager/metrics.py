@@ -23,6 +23,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ckpt_engine.core.enums import enum_label
+from ckpt_engine.core.probe import is_bad
 from ckpt_engine.core.problems import ErrorCode
 from ckpt_engine.core.scrub import oldest_pass, share
 from ckpt_engine.machines.manager.status import REPLICA_STATES, replica_state
@@ -232,6 +233,7 @@ class _Current(Collector):
         yield since
         yield from self._of_replicas(status)
         yield from _of_scrubs(status)
+        yield from _of_probes(status)
         yield from _of_relays(status)
         yield GaugeMetricFamily("ckpt_engine_blob_bytes", "Bytes of stored blobs.", value=self._blobs.stored_bytes)
         yield GaugeMetricFamily("ckpt_engine_blobs", "Stored blobs.", value=len(self._blobs))
@@ -317,6 +319,37 @@ def _of_scrubs(status: manager_pb2.GetStatusResponse) -> Iterable[Metric]:
     if (at := oldest_pass(scrubs)) is not None:
         age.add_metric((), max(0.0, time.time() - at))
     yield age
+
+
+def _of_probes(status: manager_pb2.GetStatusResponse) -> Iterable[Metric]:
+    """Of each replica that answered the probe of the version that it installed last."""
+    gauges = {
+        name: GaugeMetricFamily(f"ckpt_engine_replica_probe_{name}", words, labels=("replica", "compared"))
+        for name, words in (
+            ("mean", "Mean difference of log-probabilities of the probe's tokens, nats."),
+            ("p99", "The difference that 99 of 100 tokens do not exceed, nats."),
+            ("largest", "The largest difference, nats."),
+            ("kl", "The k3 estimate of the divergence, nats."),
+            ("clipped", "The share of tokens with a ratio of probabilities outside of the clip."),
+            ("flips", "The share of places with another likeliest token; absent if one side does not tell it."),
+        )
+    }
+    bad = GaugeMetricFamily(
+        "ckpt_engine_replica_probe_bad",
+        "1 if its engine broke a bound of the last probe, or gave no answer; absent if it was not asked.",
+        labels=("replica",),
+    )
+    for replica in status.replicas:
+        if not replica.last_outcome.HasField("probe"):
+            continue
+        answer = replica.last_outcome.probe
+        bad.add_metric((replica.name,), int(is_bad(answer)))
+        for compared in ("engine", "before", "cached"):
+            found = getattr(answer, compared)
+            for name, gauge in gauges.items():
+                if answer.HasField(compared) and (name != "flips" or found.HasField("flips")):
+                    gauge.add_metric((replica.name, compared), getattr(found, name))
+    yield from (bad, *gauges.values())
 
 
 def _of_relays(status: manager_pb2.GetStatusResponse) -> Iterable[Metric]:

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from ckpt_engine.core.probe import answer_words
 from ckpt_engine.core.scrub import scrub_words
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import OperatorHold
@@ -17,6 +18,7 @@ from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.reconcile import Drift
 from ckpt_engine.machines.manager.status import Watched
 from ckpt_engine.manager.ledger import Record
+from ckpt_engine.report import ProbeFinding
 from ckpt_engine.security.grants import Caller
 from ckpt_engine.v1 import manager_pb2, page_pb2
 
@@ -85,6 +87,7 @@ def _replica(
         hold="" if hold is None else hold.describe(replica.name),
         unfit="" if unfit is None else unfit.message,
         scrub=scrub_words(replica.scrubs),
+        probe=answer_words(outcome.probe) if outcome is not None and outcome.HasField("probe") else "",
         host=replica.host.name,
         workers=len(replica.workers),
         pause_seconds=None if outcome is None else outcome.pause_seconds,
@@ -112,7 +115,7 @@ def update_line(record: Record) -> page_pb2.PageUpdate:
         ],
         pauses=pauses_of([replica.pause_seconds for replica in report.replicas if replica.pause_seconds > 0]),
         problems=[replica.problem for replica in failures[:PROBLEMS_SHOWN]],
-        warnings=report.warnings,
+        warnings=[*(str(ProbeFinding.of(each)) for each in report.probe), *report.warnings],
     )
     if record.report is not None:
         line.ok = report.ok

@@ -193,6 +193,18 @@ class Background:
         with self._changed:
             return self._changed.wait_for(lambda: not self._open or self._sessions != session, NOTICE_SECONDS)
 
+    def put(self, data: bytes) -> manager_pb2.BlobRef:
+        """Stores a blob with the manager. Raises CkptEngineError; LostLeaderError if another manager may lead."""
+        self.require_running()
+        assert self._session is not None
+        seconds = self._deadlines.blobs
+        try:
+            return self._wait(self._session.put(data, seconds), 2 * seconds)
+        except CkptEngineError as error:
+            if error.code == ErrorCode.UNAVAILABLE and names_several(self._address):
+                raise LostLeaderError(error.problem, None) from None
+            raise
+
     def wait_for_update(self, request: manager_pb2.WaitForUpdateRequest) -> manager_pb2.UpdateReport:
         """Returns the report of an update once it has ended. Any thread may call it. Raises CkptEngineError; an
         interrupt ends the call."""

@@ -246,6 +246,10 @@ class OfferingSession:
             ref, figures.copy_seconds, figures.digest_seconds, self._broken(), digest_time, tuple(figures.not_finite)
         )
 
+    async def put(self, data: bytes, seconds: float) -> manager_pb2.BlobRef:
+        """Stores a blob with the manager. Raises CkptEngineError."""
+        return await put_blob(self._stub, data, seconds)
+
     async def fetch(self, refs: Sequence[manager_pb2.BlobRef], seconds: float) -> list[bytes]:
         """Blobs that the manager has, in order. Raises CkptEngineError."""
         return [await get_blob(self._stub, ref, seconds) for ref in refs]

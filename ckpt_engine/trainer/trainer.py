@@ -34,6 +34,7 @@ from ckpt_engine.report import UpdateReport
 from ckpt_engine.source.open import Publishable, open_source
 from ckpt_engine.trainer.background import Background, LostLeaderError
 from ckpt_engine.trainer.lineage import resolve_lineage, resolve_rank
+from ckpt_engine.trainer.probe import Probe
 from ckpt_engine.trainer.sealer import Sealer
 from ckpt_engine.v1 import manager_pb2
 
@@ -60,6 +61,8 @@ class Trainer:
     advertise: the name or address at which other hosts reach this one; only for transports between hosts. None:
         CKPT_ENGINE_ADVERTISE, if it is set.
     deadlines: how long the steps may take; none: the defaults, changed by CKPT_ENGINE_DEADLINES.
+    probe: sequences that each replica is asked to score after it has installed a version, compared with what this
+        trainer's own forward pass gives (docs/probe.md); equal on all ranks. None: nothing is asked.
 
     Every method raises CkptEngineError; its `problem` names tensors and ranks. The trainer stays usable, unless the
     manager refused the session itself (the rank is taken, the lineage has another world size).
@@ -75,6 +78,7 @@ class Trainer:
         pool: str = "",
         advertise: str | None = None,
         deadlines: Deadlines | None = None,
+        probe: Probe | None = None,
     ) -> None:
         check_pool(pool)
         if not isinstance(address, str):
@@ -82,6 +86,8 @@ class Trainer:
         checked_address(address)
         if not (deadlines is None or isinstance(deadlines, Deadlines)):
             raise invalid(f"deadlines must be ckpt_engine.Deadlines(NAME=SECONDS, ...), not {deadlines!r}")
+        if not (probe is None or isinstance(probe, Probe)):
+            raise invalid(f"probe must be ckpt_engine.Probe(sequences, score, ...), not {probe!r}")
         rank, world_size = resolve_rank(rank, world_size, os.environ)
         self.address = address
         self.rank = rank
@@ -90,6 +96,7 @@ class Trainer:
         self.pool = pool
         self._advertise = os.environ.get(ADVERTISE, "") if advertise is None else advertise
         self._deadlines = deadlines or Deadlines.from_environment(os.environ)
+        self._probe = probe
         self._session_id = uuid.uuid4().hex
         self._process = os.getpid()
         self._sealer = Sealer()
@@ -224,7 +231,8 @@ class Trainer:
     ) -> UpdateReport:
         """Brings the replicas to the weights as they are now. Every rank calls it; all return when it has ended.
 
-        Do not change the weights meanwhile: this thread copies (if the source needs it) and digests them in here. A
+        Do not change the weights meanwhile: this thread copies (if the source needs it) and digests them in here, and
+        first has the probe's sequences scored. A
         change while they are copied is refused by name; a change while replicas read leaves these closed.
 
         version: rises within the lineage; none: the last one plus one. All ranks give the same.
@@ -247,6 +255,8 @@ class Trainer:
             self._background.require_running()
             if not self._sealer.offering:
                 raise precondition("publish weights before update_weights", ranks=[self.rank])
+            # Every rank scores, since a forward pass of a sharded model takes all of them.
+            scores = None if self._probe is None or wishes.dry_run else self._probe.scores()
             limit = wishes.timeout_seconds or self._deadlines.update
             end = time.monotonic() + limit
             limits = self._deadlines
@@ -255,6 +265,8 @@ class Trainer:
                 self._background.await_published(min(limits.connect, limit), min(limits.gather, limit), settle)
                 request.adapts = self._republish is not None
                 try:
+                    if scores is not None and self.rank == 0:
+                        request.probe.CopyFrom(self._background.put(scores.SerializeToString(deterministic=True)))
                     remaining = end - time.monotonic() + limits.call_grace
                     report = UpdateReport(self._background.update(request, remaining, on_progress))
                 except LostLeaderError as lost:

@@ -704,7 +704,7 @@ class WorkerInstall(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., plan: _Optional[_Union[BlobRef, _Mapping]] = ..., expected: _Optional[_Union[BlobRef, _Mapping]] = ..., member: _Optional[int] = ...) -> None: ...
 
 class Install(_message.Message):
-    __slots__ = ("fence", "identity", "workers", "pause_mode", "deadline_seconds", "collective", "waits")
+    __slots__ = ("fence", "identity", "workers", "pause_mode", "deadline_seconds", "collective", "waits", "probe")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -712,6 +712,7 @@ class Install(_message.Message):
     DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     COLLECTIVE_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     identity: _weights_pb2.Identity
     workers: _containers.RepeatedCompositeFieldContainer[WorkerInstall]
@@ -719,7 +720,8 @@ class Install(_message.Message):
     deadline_seconds: float
     collective: Collective
     waits: bool
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerInstall, _Mapping]]] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., deadline_seconds: _Optional[float] = ..., collective: _Optional[_Union[Collective, _Mapping]] = ..., waits: bool = ...) -> None: ...
+    probe: BlobRef
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerInstall, _Mapping]]] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., deadline_seconds: _Optional[float] = ..., collective: _Optional[_Union[Collective, _Mapping]] = ..., waits: bool = ..., probe: _Optional[_Union[BlobRef, _Mapping]] = ...) -> None: ...
 
 class Abandon(_message.Message):
     __slots__ = ("fence", "reason")
@@ -908,7 +910,7 @@ class StageEntered(_message.Message):
     def __init__(self, stage: _Optional[_Union[Stage, str]] = ..., after: _Optional[float] = ...) -> None: ...
 
 class ReplicaOutcome(_message.Message):
-    __slots__ = ("replica", "fence", "outcome", "problem", "before", "after", "bytes", "edges", "stages", "pause_seconds", "sync_seconds", "workers", "label_problem", "unopened", "span", "entered", "pause_after", "operator_hold", "cannot_load", "differences")
+    __slots__ = ("replica", "fence", "outcome", "problem", "before", "after", "bytes", "edges", "stages", "pause_seconds", "sync_seconds", "workers", "label_problem", "unopened", "span", "entered", "pause_after", "operator_hold", "cannot_load", "differences", "probe")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
@@ -929,6 +931,7 @@ class ReplicaOutcome(_message.Message):
     OPERATOR_HOLD_FIELD_NUMBER: _ClassVar[int]
     CANNOT_LOAD_FIELD_NUMBER: _ClassVar[int]
     DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
     replica: str
     fence: _weights_pb2.Fence
     outcome: Outcome
@@ -949,7 +952,112 @@ class ReplicaOutcome(_message.Message):
     operator_hold: bool
     cannot_load: bool
     differences: _containers.RepeatedCompositeFieldContainer[ScrubDifference]
-    def __init__(self, replica: _Optional[str] = ..., fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., before: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., after: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., bytes: _Optional[int] = ..., edges: _Optional[_Iterable[_Union[EdgeReport, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageSeconds, _Mapping]]] = ..., pause_seconds: _Optional[float] = ..., sync_seconds: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerReport, _Mapping]]] = ..., label_problem: _Optional[str] = ..., unopened: _Optional[_Iterable[_Union[_weights_pb2.Unopened, _Mapping]]] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., entered: _Optional[_Iterable[_Union[StageEntered, _Mapping]]] = ..., pause_after: _Optional[float] = ..., operator_hold: bool = ..., cannot_load: bool = ..., differences: _Optional[_Iterable[_Union[ScrubDifference, _Mapping]]] = ...) -> None: ...
+    probe: ProbeAnswer
+    def __init__(self, replica: _Optional[str] = ..., fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., before: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., after: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., bytes: _Optional[int] = ..., edges: _Optional[_Iterable[_Union[EdgeReport, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageSeconds, _Mapping]]] = ..., pause_seconds: _Optional[float] = ..., sync_seconds: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerReport, _Mapping]]] = ..., label_problem: _Optional[str] = ..., unopened: _Optional[_Iterable[_Union[_weights_pb2.Unopened, _Mapping]]] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., entered: _Optional[_Iterable[_Union[StageEntered, _Mapping]]] = ..., pause_after: _Optional[float] = ..., operator_hold: bool = ..., cannot_load: bool = ..., differences: _Optional[_Iterable[_Union[ScrubDifference, _Mapping]]] = ..., probe: _Optional[_Union[ProbeAnswer, _Mapping]] = ...) -> None: ...
+
+class ProbeScores(_message.Message):
+    __slots__ = ("sequences", "bounds", "clip", "seconds")
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    BOUNDS_FIELD_NUMBER: _ClassVar[int]
+    CLIP_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    sequences: _containers.RepeatedCompositeFieldContainer[ProbeSequence]
+    bounds: ProbeBounds
+    clip: float
+    seconds: float
+    def __init__(self, sequences: _Optional[_Iterable[_Union[ProbeSequence, _Mapping]]] = ..., bounds: _Optional[_Union[ProbeBounds, _Mapping]] = ..., clip: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class ProbeSequence(_message.Message):
+    __slots__ = ("tokens", "log_probabilities", "top")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOG_PROBABILITIES_FIELD_NUMBER: _ClassVar[int]
+    TOP_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    log_probabilities: _containers.RepeatedScalarFieldContainer[float]
+    top: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., log_probabilities: _Optional[_Iterable[float]] = ..., top: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ProbeBounds(_message.Message):
+    __slots__ = ("mean", "p99", "largest", "kl", "clipped", "flips")
+    MEAN_FIELD_NUMBER: _ClassVar[int]
+    P99_FIELD_NUMBER: _ClassVar[int]
+    LARGEST_FIELD_NUMBER: _ClassVar[int]
+    KL_FIELD_NUMBER: _ClassVar[int]
+    CLIPPED_FIELD_NUMBER: _ClassVar[int]
+    FLIPS_FIELD_NUMBER: _ClassVar[int]
+    mean: float
+    p99: float
+    largest: float
+    kl: float
+    clipped: float
+    flips: float
+    def __init__(self, mean: _Optional[float] = ..., p99: _Optional[float] = ..., largest: _Optional[float] = ..., kl: _Optional[float] = ..., clipped: _Optional[float] = ..., flips: _Optional[float] = ...) -> None: ...
+
+class ProbeFigures(_message.Message):
+    __slots__ = ("tokens", "mean", "p99", "largest", "kl", "clipped", "flips")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MEAN_FIELD_NUMBER: _ClassVar[int]
+    P99_FIELD_NUMBER: _ClassVar[int]
+    LARGEST_FIELD_NUMBER: _ClassVar[int]
+    KL_FIELD_NUMBER: _ClassVar[int]
+    CLIPPED_FIELD_NUMBER: _ClassVar[int]
+    FLIPS_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    mean: float
+    p99: float
+    largest: float
+    kl: float
+    clipped: float
+    flips: float
+    def __init__(self, tokens: _Optional[int] = ..., mean: _Optional[float] = ..., p99: _Optional[float] = ..., largest: _Optional[float] = ..., kl: _Optional[float] = ..., clipped: _Optional[float] = ..., flips: _Optional[float] = ...) -> None: ...
+
+class ProbeAnswer(_message.Message):
+    __slots__ = ("engine", "before", "cached", "broken", "broken_cached", "problem", "seconds", "accepted_before", "accepted")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
+    BROKEN_FIELD_NUMBER: _ClassVar[int]
+    BROKEN_CACHED_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    engine: ProbeFigures
+    before: ProbeFigures
+    cached: ProbeFigures
+    broken: _containers.RepeatedScalarFieldContainer[str]
+    broken_cached: _containers.RepeatedScalarFieldContainer[str]
+    problem: _weights_pb2.Problem
+    seconds: float
+    accepted_before: float
+    accepted: float
+    def __init__(self, engine: _Optional[_Union[ProbeFigures, _Mapping]] = ..., before: _Optional[_Union[ProbeFigures, _Mapping]] = ..., cached: _Optional[_Union[ProbeFigures, _Mapping]] = ..., broken: _Optional[_Iterable[str]] = ..., broken_cached: _Optional[_Iterable[str]] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., seconds: _Optional[float] = ..., accepted_before: _Optional[float] = ..., accepted: _Optional[float] = ...) -> None: ...
+
+class ProbeFinding(_message.Message):
+    __slots__ = ("cause", "replicas", "reason")
+    class Cause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        CAUSE_UNSPECIFIED: _ClassVar[ProbeFinding.Cause]
+        CAUSE_ALL: _ClassVar[ProbeFinding.Cause]
+        CAUSE_REPLICA: _ClassVar[ProbeFinding.Cause]
+        CAUSE_CACHE: _ClassVar[ProbeFinding.Cause]
+        CAUSE_DRAFT: _ClassVar[ProbeFinding.Cause]
+        CAUSE_UNKNOWN: _ClassVar[ProbeFinding.Cause]
+        CAUSE_SILENT: _ClassVar[ProbeFinding.Cause]
+    CAUSE_UNSPECIFIED: ProbeFinding.Cause
+    CAUSE_ALL: ProbeFinding.Cause
+    CAUSE_REPLICA: ProbeFinding.Cause
+    CAUSE_CACHE: ProbeFinding.Cause
+    CAUSE_DRAFT: ProbeFinding.Cause
+    CAUSE_UNKNOWN: ProbeFinding.Cause
+    CAUSE_SILENT: ProbeFinding.Cause
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    cause: ProbeFinding.Cause
+    replicas: _containers.RepeatedScalarFieldContainer[str]
+    reason: str
+    def __init__(self, cause: _Optional[_Union[ProbeFinding.Cause, str]] = ..., replicas: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class DeployCondition(_message.Message):
     __slots__ = ("name", "value")
@@ -1075,20 +1183,22 @@ class SteerDeploymentRequest(_message.Message):
     def __init__(self, number: _Optional[int] = ..., action: _Optional[_Union[SteerDeploymentRequest.Action, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class UpdateWeightsRequest(_message.Message):
-    __slots__ = ("lineage", "rank", "session_id", "version", "options", "adapts")
+    __slots__ = ("lineage", "rank", "session_id", "version", "options", "adapts", "probe")
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     ADAPTS_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
     lineage: str
     rank: int
     session_id: str
     version: int
     options: UpdateOptions
     adapts: bool
-    def __init__(self, lineage: _Optional[str] = ..., rank: _Optional[int] = ..., session_id: _Optional[str] = ..., version: _Optional[int] = ..., options: _Optional[_Union[UpdateOptions, _Mapping]] = ..., adapts: bool = ...) -> None: ...
+    probe: BlobRef
+    def __init__(self, lineage: _Optional[str] = ..., rank: _Optional[int] = ..., session_id: _Optional[str] = ..., version: _Optional[int] = ..., options: _Optional[_Union[UpdateOptions, _Mapping]] = ..., adapts: bool = ..., probe: _Optional[_Union[BlobRef, _Mapping]] = ...) -> None: ...
 
 class UpdateFromDirectoryRequest(_message.Message):
     __slots__ = ("directory", "lineage", "version", "options", "check_finite", "draft_directory")
@@ -1219,7 +1329,7 @@ class UpdateProgress(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., stage: _Optional[_Union[Stage, str]] = ..., bytes_done: _Optional[int] = ..., bytes_total: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class UpdateReport(_message.Message):
-    __slots__ = ("fence", "identity", "ok", "replicas", "seconds", "stages", "bytes", "tensors", "source_copies", "verified", "warnings", "copied", "relays", "prefetch", "held", "collective", "timeline", "not_finite", "dry_run", "deployment")
+    __slots__ = ("fence", "identity", "ok", "replicas", "seconds", "stages", "bytes", "tensors", "source_copies", "verified", "warnings", "copied", "relays", "prefetch", "held", "collective", "timeline", "not_finite", "dry_run", "deployment", "probe")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     OK_FIELD_NUMBER: _ClassVar[int]
@@ -1240,6 +1350,7 @@ class UpdateReport(_message.Message):
     NOT_FINITE_FIELD_NUMBER: _ClassVar[int]
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
     DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
     fence: _weights_pb2.Fence
     identity: _weights_pb2.Identity
     ok: bool
@@ -1260,7 +1371,8 @@ class UpdateReport(_message.Message):
     not_finite: _containers.RepeatedScalarFieldContainer[str]
     dry_run: bool
     deployment: Deployment
-    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., ok: bool = ..., replicas: _Optional[_Iterable[_Union[ReplicaOutcome, _Mapping]]] = ..., seconds: _Optional[float] = ..., stages: _Optional[_Iterable[_Union[StageSeconds, _Mapping]]] = ..., bytes: _Optional[int] = ..., tensors: _Optional[int] = ..., source_copies: _Optional[int] = ..., verified: bool = ..., warnings: _Optional[_Iterable[str]] = ..., copied: _Optional[_Iterable[_Union[_weights_pb2.CopiedTensors, _Mapping]]] = ..., relays: _Optional[_Iterable[_Union[RelayReport, _Mapping]]] = ..., prefetch: _Optional[str] = ..., held: bool = ..., collective: _Optional[str] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ..., not_finite: _Optional[_Iterable[str]] = ..., dry_run: bool = ..., deployment: _Optional[_Union[Deployment, _Mapping]] = ...) -> None: ...
+    probe: _containers.RepeatedCompositeFieldContainer[ProbeFinding]
+    def __init__(self, fence: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ..., identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., ok: bool = ..., replicas: _Optional[_Iterable[_Union[ReplicaOutcome, _Mapping]]] = ..., seconds: _Optional[float] = ..., stages: _Optional[_Iterable[_Union[StageSeconds, _Mapping]]] = ..., bytes: _Optional[int] = ..., tensors: _Optional[int] = ..., source_copies: _Optional[int] = ..., verified: bool = ..., warnings: _Optional[_Iterable[str]] = ..., copied: _Optional[_Iterable[_Union[_weights_pb2.CopiedTensors, _Mapping]]] = ..., relays: _Optional[_Iterable[_Union[RelayReport, _Mapping]]] = ..., prefetch: _Optional[str] = ..., held: bool = ..., collective: _Optional[str] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ..., not_finite: _Optional[_Iterable[str]] = ..., dry_run: bool = ..., deployment: _Optional[_Union[Deployment, _Mapping]] = ..., probe: _Optional[_Iterable[_Union[ProbeFinding, _Mapping]]] = ...) -> None: ...
 
 class Timeline(_message.Message):
     __slots__ = ("began", "phases", "sources")

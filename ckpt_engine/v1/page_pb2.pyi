@@ -47,7 +47,7 @@ class PageAsker(_message.Message):
     def __init__(self, name: _Optional[str] = ..., operates: bool = ...) -> None: ...
 
 class PageReplica(_message.Message):
-    __slots__ = ("watched", "quarantined", "drift", "hold", "unfit", "lag", "host", "workers", "pause_seconds", "scrub")
+    __slots__ = ("watched", "quarantined", "drift", "hold", "unfit", "lag", "host", "workers", "pause_seconds", "scrub", "probe")
     WATCHED_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     DRIFT_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class PageReplica(_message.Message):
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SCRUB_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
     watched: _manager_pb2.WatchedReplica
     quarantined: bool
     drift: str
@@ -68,7 +69,8 @@ class PageReplica(_message.Message):
     workers: int
     pause_seconds: float
     scrub: str
-    def __init__(self, watched: _Optional[_Union[_manager_pb2.WatchedReplica, _Mapping]] = ..., quarantined: bool = ..., drift: _Optional[str] = ..., hold: _Optional[str] = ..., unfit: _Optional[str] = ..., lag: _Optional[int] = ..., host: _Optional[str] = ..., workers: _Optional[int] = ..., pause_seconds: _Optional[float] = ..., scrub: _Optional[str] = ...) -> None: ...
+    probe: str
+    def __init__(self, watched: _Optional[_Union[_manager_pb2.WatchedReplica, _Mapping]] = ..., quarantined: bool = ..., drift: _Optional[str] = ..., hold: _Optional[str] = ..., unfit: _Optional[str] = ..., lag: _Optional[int] = ..., host: _Optional[str] = ..., workers: _Optional[int] = ..., pause_seconds: _Optional[float] = ..., scrub: _Optional[str] = ..., probe: _Optional[str] = ...) -> None: ...
 
 class PageHistory(_message.Message):
     __slots__ = ("updates", "refused")

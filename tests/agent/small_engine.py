@@ -89,7 +89,7 @@ class SmallAdapter:
     async def prepare(self, seconds: float) -> None:
         await self._call("prepare", seconds)
 
-    async def score(self, tokens: Sequence[int], more: int, seconds: float) -> Score:
+    async def score(self, tokens: Sequence[int], more: int, seconds: float, cached: bool = False) -> Score:
         told = await self._call("score", seconds)
         seen = told["seen"]
         assert isinstance(seen, float)

@@ -16,7 +16,8 @@ from torch.distributed.tensor import distribute_tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ckpt_engine import Trainer
+from ckpt_engine import Probe, Trainer
+from ckpt_engine.integrations.scoring import model_score
 from tests.tiny_model import make_tiny_qwen3
 
 VOCABULARY = 500
@@ -35,7 +36,8 @@ def main() -> None:
     fully_shard(model, mesh=mesh)
     held = sum(parameter.to_local().numel() for parameter in model.parameters())
     assert held < 0.6 * whole, "this rank should hold about half of the model"
-    with Trainer(address, rank=rank, world_size=2, lineage=sys.argv[4]) as trainer:
+    probe = Probe([list(range(5, 29))], model_score(model))
+    with Trainer(address, rank=rank, world_size=2, lineage=sys.argv[4], probe=probe) as trainer:
         trainer.publish(model)
         for version, line in enumerate(sys.stdin):
             new = make_tiny_qwen3(directory / f"rank-{rank}", int(line), vocabulary=VOCABULARY, weights=False)
@@ -47,6 +49,9 @@ def main() -> None:
             assert report.ok, report
             assert report.verified
             assert report.message.source_copies == 1
+            assert all(each.probe is not None and each.probe.engine.tokens == 23 for each in report.replicas)
+            assert not report.probe, report.details
+            assert sum(parameter.to_local().numel() for parameter in model.parameters()) == held, "it is sharded again"
             print(f"updated {version}", flush=True)
     torch.distributed.destroy_process_group()
 

@@ -28,8 +28,12 @@ TORN = events.Words((DIRTY,), False, "worker 0 is being updated", None)
 class Install:
     """An install that was told at 0 to the agent of an engine that serves. Steps end when `until` or `end` says so."""
 
-    def __init__(self, deadline: float = DEADLINE, early_bytes: int = 0, waits: bool = False) -> None:
-        """early_bytes: what its worker says that it brings into stage memory. waits: for others, once it is ready."""
+    def __init__(
+        self, deadline: float = DEADLINE, early_bytes: int = 0, waits: bool = False, scores: bytes = b""
+    ) -> None:
+        """early_bytes: what its worker says that it brings into stage memory. waits: for others, once it is ready.
+        scores: of its version's probe."""
+        self.scores = scores
         self.early_bytes = early_bytes
         self.agent = Agent()
         self.agent.welcome()
@@ -45,6 +49,7 @@ class Install:
             deadline_seconds=deadline,
             waits=waits,
             workers=[manager_pb2.WorkerInstall(rank=0, plan=plan, expected=expected)],
+            probe=manager_pb2.BlobRef(digest=b"s" * 32) if scores else None,
         )
         self._take(self.agent.tell(events.Message(self.agent.peer, self.command)))
 
@@ -54,7 +59,8 @@ class Install:
     def end(self, run: events.Run, now: float, words: events.Words = WORDS) -> None:
         """The step ends well. words: what is read, if that is the step."""
         self._running.remove(run)
-        results = {events.ReadWords: words, events.FetchBlobs: (b"plan", b"expected")}
+        fetched = (self.scores,) if run.key[-1] == "fetch scores" else (b"plan", b"expected")
+        results = {events.ReadWords: words, events.FetchBlobs: fetched}
         if isinstance(run.task, events.PrepareEngine):
             self.asks(now, want_prepare=worker_pb2.WantOrder())
             fence = weights_pb2.Fence(cluster=CLUSTER, epoch=EPOCH)

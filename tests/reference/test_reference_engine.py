@@ -14,7 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
+from ckpt_engine import TokenScores
 from ckpt_engine.engine.adapter import EngineCallError
+from ckpt_engine.gate.page import EnginePage, HoldLimits, RequestHold
+from ckpt_engine.integrations.scoring import model_score
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.reference.conftest import PADDED_VOCABULARY, TOKENS, Version
 from tests.reference.engine_process import CALL_SECONDS, EngineProcess, events, generate
@@ -116,6 +119,31 @@ async def test_logprobs_are_those_of_the_model(one_worker: EngineProcess, versio
         logits = version.model(tokens).logits[0, len(version.prompt) - 1 : -1].float()
     expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(answer["output_ids"]).unsqueeze(1)).squeeze(1)
     assert answer["logprobs"] == pytest.approx(expected.tolist(), abs=0.25)  # bfloat16, a pass at once or step by step
+
+
+@pytest.mark.parametrize("which", ["one_worker", "two_workers"])
+async def test_scores_are_those_of_the_model_also_while_the_gate_is_closed(
+    which: str, versions: Versions, request: pytest.FixtureRequest
+) -> None:
+    version, tokens = versions[0], versions[0].prompt
+    (expected,) = model_score(version.model)([tokens])
+    assert isinstance(expected, TokenScores)
+    continued = reference_tokens(version.model, tokens, 4)
+    engine: EngineProcess = request.getfixturevalue(which)
+    page = EnginePage(engine.directory.page)
+    async with serving(engine, version) as (agent, client):
+        found = await agent.adapter.score(tokens, 4, CALL_SECONDS)
+        page.hold(RequestHold(1, 0.0, closed=True), HoldLimits())
+        try:
+            assert (await client.post("/generate", json={"input_ids": tokens, "max_tokens": 1})).status_code == 503
+            assert await agent.adapter.score(tokens, 4, CALL_SECONDS) == found
+        finally:
+            page.hold(RequestHold(), HoldLimits())
+        with pytest.raises(EngineCallError, match="exceed the model's"):
+            await agent.adapter.score(tokens, 100_000, CALL_SECONDS)
+    assert found.prompt == pytest.approx(list(expected.log_probabilities), abs=0.1)
+    assert list(found.top) == list(expected.top)
+    assert list(found.tokens) == continued.tokens
 
 
 async def test_the_admitted_version_is_in_a_header_and_a_stop_token_ends_the_output(

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ckpt_engine.core.check_verdict import Score
 from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, internal, invalid, precondition, unavailable
 from ckpt_engine.core.sleeping import AWAKE, TAGS
@@ -31,6 +32,10 @@ from tests.simulation.weights import SLICES, SourceGoneError, Truth
 from tests.simulation.world import BrokenPromiseError, Process, Signal, Steps, World
 
 NONE, DIRTY, CLEAN = manager_pb2.WORKER_STATE_NONE, manager_pb2.WORKER_STATE_DIRTY, manager_pb2.WORKER_STATE_CLEAN
+
+
+FOREVER = 1e6
+"""Seconds, longer than any story."""
 
 
 class Agent(Protocol):
@@ -104,6 +109,8 @@ class Engine:
         self.inside = self.discarded = False  # requests that may be there; weights that are not
         self.alive = True
         self.in_order = world.chance(0.5)
+        self.offset = 0.0  # of all log-probabilities that it tells
+        self.mute = False  # questions for log-probabilities get no answer
         self._shut: dict[tuple[bytes, bytes], bool] = {}
         self._judged: tuple[object, events.Words] | None = None
         self._decided: tuple[object, GateDecision] | None = None
@@ -185,6 +192,10 @@ class Engine:
         """The caller's side of an HTTP call; raises CkptEngineError."""
         if not self.alive:
             raise unavailable("the engine does not answer")
+        if isinstance(task, events.ScoreEngine):
+            yield FOREVER if self.mute else self.world.between(0.001, 0.05)
+            values = () if task.cached else (self.offset,) * (len(task.tokens) - 1)
+            return Score(values, (1,) * task.more, (0.0,) * task.more)
         stamp_no = self.faults.stamp_no if isinstance(task, events.StampEngine) else 0.0
         if self.world.chance(self.faults.engine_no) or self.world.chance(stamp_no):
             yield self.world.between(0.0, 0.05)

@@ -273,7 +273,7 @@ class AgentShell(MemberShell):
         check_sleep_is_changed_by_fenced_commands_only(self, task)
         if installs and whole and not operation._going_back:
             self._all_are_ready(operation.install)
-        yield from self.engine.call(task)
+        return (yield from self.engine.call(task))
 
     def _all_are_ready(self, install: manager_pb2.Install) -> None:
         assert self.engine is not None

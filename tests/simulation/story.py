@@ -122,9 +122,13 @@ class Story(Scenario):
     def call(self, trainer: TrainerShell, **wishes: Any) -> list[Any]:
         """One rank calls; its result is appended to the list when it comes: a report or a problem."""
         version, adapts = wishes.pop("version", None), wishes.pop("adapts", False)
+        scores: manager_pb2.ProbeScores | None = wishes.pop("probe", None)
         request = manager_pb2.UpdateWeightsRequest(
             version=version, adapts=adapts, options=manager_pb2.UpdateOptions(**wishes)
         )
+        if scores is not None:
+            assert self.cluster.manager is not None
+            request.probe.CopyFrom(self.cluster.manager.blobs.put(scores.SerializeToString()))
         results: list[Any] = []
 
         def steps() -> Steps:

@@ -12,14 +12,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ckpt_engine.agent.http import HttpAdapter
+from ckpt_engine.agent.http import ENGINE_SHARE, HttpAdapter
 from ckpt_engine.core.check_verdict import Score
 from ckpt_engine.engine.adapter import (
     AdapterAvailability,
     AdapterSettings,
     Capabilities,
     EngineAdapter,
-    EngineCallError,
     EngineInfo,
     LaunchPlan,
 )
@@ -85,8 +84,12 @@ class ReferenceAdapter(HttpAdapter):
     async def prepare(self, seconds: float) -> None:
         await self._post_within("/ckpt_engine/prepare", seconds)
 
-    async def score(self, tokens: Sequence[int], more: int, seconds: float) -> Score:
-        raise EngineCallError("the reference engine tells no log-probabilities, so nothing checks it", answered=True)
+    async def score(self, tokens: Sequence[int], more: int, seconds: float, cached: bool = False) -> Score:
+        """Without a cache in any case: this engine keeps none from one request to the next."""
+        body = {"tokens": list(tokens), "more": more, "seconds": seconds * ENGINE_SHARE}
+        score = (await self._client.call("POST", "/ckpt_engine/score", seconds, body)).json()
+        prompt, chosen = (tuple(map(float, score[name])) for name in ("prompt", "chosen"))
+        return Score(prompt, tuple(map(int, score["tokens"])), chosen, tuple(map(int, score["top"])))
 
     async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:
         await self._post_within("/pause", seconds, mode=_PAUSE_MODES[mode])

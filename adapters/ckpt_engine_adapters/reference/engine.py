@@ -10,7 +10,7 @@ Runs on the API process's event loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -229,6 +229,22 @@ class ReferenceEngine:
             if "weights" in self.asleep:
                 raise ConflictError('the memory of the weights is given up: POST /wake {"tags": ["weights"]} first')
             return [reply["done"] for reply in await self._pool.call("install", seconds, epoch=epoch)]
+
+    async def score(self, tokens: Sequence[int], more: int, seconds: float) -> dict[str, Any]:
+        """Log-probabilities of all tokens but the first, and a greedy continuation (see ReferenceModel.score), whatever
+        the workers hold.
+
+        Raises:
+            ConflictError: the memory of the weights is given up.
+            TimeoutError: the workers were not done after `seconds`.
+        """
+        async with self._exclusive(seconds):
+            if "weights" in self.asleep:
+                raise ConflictError('the memory of the weights is given up: POST /wake {"tags": ["weights"]} first')
+            score: dict[str, Any] = (await self._pool.call("score", seconds, tokens=list(tokens), more=more))[0][
+                "score"
+            ]
+            return score
 
     def confirm(self, lineage: str, version: int, root: str) -> None:
         """Checks a label against the version that the workers hold, which responses name anyway.

@@ -206,6 +206,28 @@ class ReferenceModel:
         logits: torch.Tensor = result.logits[0, -1].float().cpu()
         return logits
 
+    @torch.inference_mode()
+    def score(self, tokens: list[int], more: int) -> dict[str, list[Any]]:
+        """Log-probabilities (natural, float32) of each token but the first (`prompt`), the likeliest token at each of
+        these places (`top`), `more` greedy tokens after them (`tokens`) and theirs (`chosen`). Uses no cache. A value
+        that is not a number is None."""
+        whole = list(tokens)
+        found = self._log_probabilities(whole)
+        prompt = [_number(found[place, token]) for place, token in enumerate(tokens[1:])]
+        score: dict[str, list[Any]] = {"prompt": prompt, "top": found[:-1].argmax(dim=-1).tolist()}
+        chosen: list[float | None] = []
+        for _ in range(more):
+            value, token = found[-1].max(dim=-1)
+            whole.append(int(token))
+            chosen.append(_number(value))
+            found = self._log_probabilities(whole)
+        return score | {"tokens": whole[len(tokens) :], "chosen": chosen}
+
+    def _log_probabilities(self, tokens: list[int]) -> torch.Tensor:
+        """Of the token after each of these: float32 [tokens, vocabulary], on the CPU."""
+        logits = self.module(input_ids=torch.tensor([tokens], device=self._device), use_cache=False).logits[0]
+        return torch.log_softmax(logits.float(), dim=-1).cpu()
+
     def new_cache(self) -> Any:
         """An empty key-value cache for one request."""
         from transformers import DynamicCache
@@ -234,6 +256,11 @@ class ReferenceModel:
                     replacements[parameter] = nn.Parameter(make(parameter.data), requires_grad=False)
                 module.register_parameter(name, replacements[parameter])
         self._parameters = dict(self.module.named_parameters())
+
+
+def _number(value: torch.Tensor) -> float | None:
+    """For JSON, which has no number for what is not one."""
+    return float(value) if bool(torch.isfinite(value)) else None
 
 
 def _check_shape(name: str, shape: Iterable[int], target_shape: Iterable[int]) -> None:

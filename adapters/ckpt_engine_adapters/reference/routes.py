@@ -5,7 +5,7 @@ Generation, for anyone, while the gate is open:
 State, for anyone, always:
     GET /health, GET /info, and what routers ask for: GET /v1/models, GET /server_info
 Development routes, only with the gate's token:
-    POST /pause /resume /sleep /wake /stamp /ckpt_engine/prepare /ckpt_engine/install
+    POST /pause /resume /sleep /wake /stamp /ckpt_engine/prepare /ckpt_engine/install /ckpt_engine/score
 """
 
 from __future__ import annotations
@@ -68,6 +68,11 @@ class WakeBody(_Control):
 
 class InstallBody(_Control):
     epoch: int
+
+
+class ScoreBody(_Control):
+    tokens: list[int] = Field(min_length=2)
+    more: int = Field(ge=0)
 
 
 class StampBody(_Control):
@@ -210,6 +215,12 @@ def create_app(engine: ReferenceEngine, facts: ModelFacts) -> FastAPI:
     @app.post("/ckpt_engine/install")
     async def install(body: InstallBody) -> dict[str, list[bool]]:
         return {"done": await engine.install(body.epoch, body.seconds)}
+
+    @app.post("/ckpt_engine/score", response_model=None)
+    async def score(body: ScoreBody) -> dict[str, Any] | Response:
+        if too_much := _too_much(Generation(body.tokens, max_tokens=body.more), facts):
+            return problem(400, too_much)
+        return await engine.score(body.tokens, body.more, body.seconds)
 
     return app
 

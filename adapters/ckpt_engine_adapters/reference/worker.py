@@ -54,6 +54,8 @@ class ReferenceWorker:
         match command["op"]:
             case "step":
                 return self._step(command)
+            case "score":
+                return {"score": self._model.score(command["tokens"], command["more"])}
             case "prepare":
                 return {"done": self._engine_worker.prepare()}
             case "install":

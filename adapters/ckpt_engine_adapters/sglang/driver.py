@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -142,14 +143,16 @@ class SglangAdapter(HttpAdapter):
     async def prepare(self, seconds: float) -> None:
         await self._order_whenever(Instruction(Action.PREPARE), seconds)
 
-    async def score(self, tokens: Sequence[int], more: int, seconds: float) -> Score:
+    async def score(self, tokens: Sequence[int], more: int, seconds: float, cached: bool = False) -> Score:
         sampling = {"max_new_tokens": more, "temperature": 0, "ignore_eos": True}
-        body = {"input_ids": list(tokens), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
-        answer = (await self._client.call("POST", "/generate", seconds, body)).json()
-        meta_info = answer["meta_info"]
-        prompt = tuple(float(each[0]) for each in meta_info["input_token_logprobs"][1:])
+        body = {"input_ids": list(tokens), "sampling_params": sampling, "return_logprob": True}
+        if not cached:
+            body |= {"logprob_start_len": 0, "top_logprobs_num": 1, "extra_key": secrets.token_hex(16)}
+        meta_info = (await self._client.call("POST", "/generate", seconds, body)).json()["meta_info"]
+        prompt = () if cached else tuple(float(each[0]) for each in meta_info["input_token_logprobs"][1:])
+        top = () if cached else tuple(int(each[0][1]) for each in meta_info["input_top_logprobs"][1:])
         output = meta_info["output_token_logprobs"]
-        return Score(prompt, tuple(int(each[1]) for each in output), tuple(float(each[0]) for each in output))
+        return Score(prompt, tuple(int(each[1]) for each in output), tuple(float(each[0]) for each in output), top)
 
     async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:
         """Stops the schedulers, and empties their caches unless `mode` keeps them.

@@ -91,13 +91,15 @@ class TransformersAdapter(HttpAdapter):
     async def prepare(self, seconds: float) -> None:
         await self._post_within("/ckpt_engine/prepare", seconds)
 
-    async def score(self, tokens: Sequence[int], more: int, seconds: float) -> Score:
+    async def score(self, tokens: Sequence[int], more: int, seconds: float, cached: bool = False) -> Score:
+        """Without a cache in any case: transformers' server keeps none from one request to the next."""
         body = {"tokens": list(tokens), "more": more, "seconds": seconds * ENGINE_SHARE}
         answer = (await self._client.call("POST", "/ckpt_engine/score", seconds, body)).json()
         return Score(
             tuple(map(float, answer["prompt"])),
             tuple(map(int, answer["output"])),
             tuple(map(float, answer["output_log_probabilities"])),
+            tuple(map(int, answer["top"])),
         )
 
     async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:

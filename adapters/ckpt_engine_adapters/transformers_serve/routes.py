@@ -71,8 +71,8 @@ def agents_routes(served: ServedModel) -> APIRouter:
     @router.post("/ckpt_engine/score")
     async def score(call: ScoreCall) -> dict[str, list[Any]]:
         with _refusals():
-            prompt, output, values = await served.score(call.tokens, call.more, call.seconds)
-            return {"prompt": prompt, "output": output, "output_log_probabilities": values}
+            prompt, output, values, top = await served.score(call.tokens, call.more, call.seconds)
+            return {"prompt": prompt, "output": output, "output_log_probabilities": values, "top": top}
 
     return router
 

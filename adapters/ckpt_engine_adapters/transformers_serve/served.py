@@ -62,9 +62,9 @@ class ServedModel:
 
     async def score(
         self, tokens: Sequence[int], more: int, seconds: float
-    ) -> tuple[list[float], list[int], list[float]]:
-        """Log-probabilities of `tokens` but the first, `more` greedy tokens after them, and theirs. Without a cache:
-        it is for the check of an untested version."""
+    ) -> tuple[list[float], list[int], list[float], list[int]]:
+        """Log-probabilities of `tokens` but the first, `more` greedy tokens after them, and theirs; and the likeliest
+        token at each place of the first. Without a cache: it is for checks and probes."""
         return await self._run(seconds, lambda: self._score(tokens, more))
 
     async def _run(self, seconds: float, what: Callable[[], Result]) -> Result:
@@ -83,17 +83,18 @@ class ServedModel:
             torch.cuda.synchronize()  # steps run on a stream of their own
         return done
 
-    def _score(self, tokens: Sequence[int], more: int) -> tuple[list[float], list[int], list[float]]:
+    def _score(self, tokens: Sequence[int], more: int) -> tuple[list[float], list[int], list[float], list[int]]:
         with self._generation.between_steps(), torch.inference_mode(), self._plain_attention():
             found = self._log_probabilities(tokens)
             prompt = [float(found[place, token]) for place, token in enumerate(tokens[1:])]
+            top = found[:-1].argmax(dim=-1).tolist()
             output, values = [], []
             for _ in range(more):
                 value, token = found[-1].max(dim=-1)
                 output.append(int(token))
                 values.append(float(value))
                 found = self._log_probabilities([*tokens, *output])
-            return prompt, output, values
+            return prompt, output, values, top
 
     def _log_probabilities(self, tokens: Sequence[int]) -> torch.Tensor:
         """Of the token after each of these: [tokens, vocabulary], float32."""

@@ -51,8 +51,8 @@ class VllmShelfAdapter(HttpAdapter):
     async def install(self, epoch: int, seconds: float) -> None:
         await self._client.call("POST", ADAPTER_ROUTE, seconds, params={"adapter": self._adapter, "epoch": epoch})
 
-    async def score(self, tokens: Sequence[int], more: int, seconds: float) -> Score:
-        raise EngineCallError("an adapter is not checked by itself", answered=True)
+    async def score(self, tokens: Sequence[int], more: int, seconds: float, cached: bool = False) -> Score:
+        raise EngineCallError("an adapter is neither checked nor probed by itself", answered=True)
 
     async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:
         """Does nothing."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -179,18 +180,17 @@ class VllmAdapter(HttpAdapter):
     async def prepare(self, seconds: float) -> None:
         await self._post("/init_weight_transfer_engine", seconds, init_info={})
 
-    async def score(self, tokens: Sequence[int], more: int, seconds: float) -> Score:
+    async def score(self, tokens: Sequence[int], more: int, seconds: float, cached: bool = False) -> Score:
         body = {"prompt": list(tokens), "max_tokens": more, "temperature": 0, "ignore_eos": True, "logprobs": 0}
-        body |= {
-            "prompt_logprobs": 0,
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
-            "detokenize": False,
-        }
+        body |= {"return_token_ids": True, "return_tokens_as_token_ids": True, "detokenize": False}
+        if not cached:
+            body |= {"prompt_logprobs": 1, "cache_salt": secrets.token_hex(16)}
         choice = (await self._client.call("POST", "/v1/completions", seconds, body)).json()["choices"][0]
-        scored = zip(tokens[1:], choice["prompt_logprobs"][1:], strict=True)
-        prompt = tuple(float(each[str(token)]["logprob"]) for token, each in scored)
-        return Score(prompt, tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"]))
+        scores = [] if cached else choice["prompt_logprobs"][1:]
+        prompt = tuple(float(each[str(token)]["logprob"]) for token, each in zip(tokens[1:], scores, strict=not cached))
+        top = tuple(int(min(each, key=lambda token: each[token]["rank"])) for each in scores)
+        chosen = tuple(map(float, choice["logprobs"]["token_logprobs"]))
+        return Score(prompt, tuple(choice["token_ids"]), chosen, top)
 
     async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:
         options = _MODES[mode or self.capabilities.default_pause_mode]

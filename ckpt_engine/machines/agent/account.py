@@ -19,10 +19,10 @@ class Account:
     unopened: dict[int, Sequence[weights_pb2.Unopened]] = field(default_factory=dict)  # by rank, what it could not open
     pause_started: float | None = None
     pause_ended: float | None = None
+    steps: int = 0  # progress messages of all workers, and answers to a probe
     _stage: manager_pb2.Stage = manager_pb2.STAGE_PLAN
     _reported_stage: manager_pb2.Stage = manager_pb2.STAGE_PLAN
     _progress: dict[int, worker_pb2.WorkerProgress] = field(default_factory=dict)
-    _steps: int = 0  # progress messages of all workers
     _seconds: dict[manager_pb2.Stage, float] = field(default_factory=dict)
     _entered: list[tuple[manager_pb2.Stage, float]] = field(default_factory=list)
     _ordered: dict[int, float] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Account:
     def take_progress(self, rank: int, progress: worker_pb2.WorkerProgress) -> None:
         """Takes a worker's progress."""
         self._progress[rank] = progress
-        self._steps += 1
+        self.steps += 1
         self._reported_stage = later(self._reported_stage, progress.stage)
 
     def take_early(self, rank: int, early: worker_pb2.WorkerEarly) -> None:
@@ -79,7 +79,7 @@ class Account:
             stage=self._reported_stage,
             bytes_done=sum(progress.bytes_done for progress in self._progress.values()),
             bytes_total=sum(progress.bytes_total for progress in self._progress.values()),
-            steps=self._steps,
+            steps=self.steps,
             ready=ready,
         )
 

@@ -12,6 +12,8 @@ until it has resumed, or until the deadline of the install. After a quarantine t
 An install may have to wait for others: then it tells that its workers are ready, and goes on when the command comes
 again without `waits`, or back at its deadline, and nothing was paused.
 
+If the version has a probe, its questions follow once the engine serves (probe.py); the outcome waits for them.
+
 Around an engine that sleeps (core/sleeping.py, `update_steps`) its weights are woken first, and its caches once the
 words are whole, on every way out. What cannot be woken stays marked, so the gate stays closed, QUARANTINED; what was
 woken is not put to sleep again. Once weights are awake the mark says that the rest is to follow. This agent, or the one
@@ -22,10 +24,12 @@ from __future__ import annotations
 
 from typing import ClassVar, cast
 
+from ckpt_engine.core.probe import accepted_share
 from ckpt_engine.core.sleeping import AWAKE, KV_CACHE, WEIGHTS, Sleeping, SleepStep
 from ckpt_engine.core.version import Fence
 from ckpt_engine.machines.agent.account import Account
 from ckpt_engine.machines.agent.label import RETRY_SECONDS, LabellingOperation
+from ckpt_engine.machines.agent.probe import STEPS, Probing
 from ckpt_engine.machines.agent.ready import Readying, blobs_of, part_of, steps_around
 from ckpt_engine.machines.agent.state import AgentReplica, FetchedOrder, acknowledged
 from ckpt_engine.machines.events import (
@@ -66,6 +70,10 @@ class Installing(LabellingOperation):
         self._going_back = self._giving_orders = self._holding = self._pending = False
         self._waits = install.waits  # for the word that it may pause its engine
         self._end = self._reserve = 0.0
+        self._accepted = accepted_share(replica.guesses)  # under the version before
+        self._scores: bytes | Problem = b""  # of the version's probe, or why there are none
+        self._probing: Probing | None = None
+        self._probe_began: float | None = None  # when the install itself had ended
 
     # -- steps
 
@@ -78,18 +86,28 @@ class Installing(LabellingOperation):
 
     def done(self, step: str, done: Done, now: float) -> None:
         """Takes the step after the one that ended."""
-        if step in ("before", "not ready", "judge", "after"):
+        if step in ("before", "not ready", "judge", "after", "probe words"):
             self.replica.take_words(
                 cast(Words, done.result)
                 if done.problem is None
                 else Words((), False, f"the page of state words cannot be read: {done.problem.message}", None)
             )
+        if self._probing is not None and step in STEPS:
+            if self._probing.done(step, done, now):
+                self._conclude_serving(now)
+            else:
+                self._account.steps += 1
+                self._tell_progress()
+            return
         match step:
             case "before":
                 self._before, self._differences = self.replica.words, self.replica.differences
                 self._fetch(now)
             case "fetch":
                 self._fetched(done, now)
+            case "fetch scores":
+                self._scores = done.problem or cast(tuple[bytes, ...], done.result)[0]
+                self._get_ready(now)
             case "ready" if self._readying.asks:
                 self._all_ready(self._readying.ended(done, now, self._remaining(now)), now)
             case "not ready":
@@ -148,13 +166,22 @@ class Installing(LabellingOperation):
     def _fetched(self, done: Done, now: float) -> None:
         if done.problem is not None:
             self._fail(done.problem)
-        elif self._remaining(now) <= 0:
+        if self._going_back:
+            self._get_ready(now)
+            return
+        self._blobs = dict(zip((ref.digest for ref in self._refs), cast(tuple[bytes, ...], done.result), strict=True))
+        if self.install.HasField("probe"):  # now, since what comes needs nothing of the manager any more
+            seconds = min(self.replica.deadlines.blobs, self._remaining(now))
+            self.run("fetch scores", FetchBlobs((self.install.probe,), seconds))
+        else:
+            self._get_ready(now)
+
+    def _get_ready(self, now: float) -> None:
+        if self._remaining(now) <= 0:
             self._fail(self._issue(Problem.CODE_DEADLINE_EXCEEDED, "fetching the plan took all the time there was"))
         if self._going_back:
             self.run("not ready", ReadWords())  # a worker may have died meanwhile
-            return
-        self._blobs = dict(zip((ref.digest for ref in self._refs), cast(tuple[bytes, ...], done.result), strict=True))
-        if self._readying.unready():
+        elif self._readying.unready():
             self._enter(manager_pb2.STAGE_READY, now)
             self.run("ready", self._readying.begin(self._remaining(now)))
         else:
@@ -343,7 +370,10 @@ class Installing(LabellingOperation):
 
         The running step ends first. The step that makes workers ready is stopped at once: it writes nothing, and a
         stopped worker would never answer."""
-        if not self.replica.ordered(self.fence.epoch) and not self._account.reports and not self._going_back:
+        if self._probing is not None:
+            self._probing.fail(self._issue(Problem.CODE_ABORTED, f"the probe was cut short: {reason}"), now)
+            self._conclude_serving(now)
+        elif not self.replica.ordered(self.fence.epoch) and not self._account.reports and not self._going_back:
             self._fail(self._issue(Problem.CODE_ABORTED, f"abandoned: {reason}"))
             self._giving_orders = False
             if self._readying.stop() or self._pending:
@@ -435,9 +465,17 @@ class Installing(LabellingOperation):
 
     def _conclude(self, outcome: manager_pb2.Outcome, now: float) -> None:
         replica = self.replica
+        if outcome == manager_pb2.OUTCOME_NEW_SERVING and self.install.HasField("probe") and self._probing is None:
+            self._probe_began = now
+            self._probing = Probing(replica, self._scores, self._accepted, self._end, self.run)
+            if not self._probing.start(now):
+                return
         problem = None if outcome == manager_pb2.OUTCOME_NEW_SERVING else self._problem
         held = self._before.identity, replica.words.identity
-        answer = self._account.outcome(replica.name, self.install.fence, outcome, problem, held, now)
+        served = now if self._probe_began is None else self._probe_began  # the probe's seconds are its own
+        answer = self._account.outcome(replica.name, self.install.fence, outcome, problem, held, served)
+        if self._probing is not None:
+            answer.probe.CopyFrom(self._probing.answer)
         answer.label_problem = "" if outcome == manager_pb2.OUTCOME_QUARANTINED else replica.label_problem()
         answer.differences.extend(self._differences)
         replica.last_outcome = answer

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ckpt_engine.core.deadlines import Deadlines
+from ckpt_engine.core.probe import EngineScores
 from ckpt_engine.core.scrub import difference_words, present_differences
 from ckpt_engine.core.sleeping import AWAKE, Sleeping
 from ckpt_engine.core.version import Fence
@@ -75,6 +76,7 @@ class AgentReplica:
     scrubs: dict[int, manager_pb2.WorkerScrub] = field(default_factory=dict)  # as workers told them last
     models: dict[int, str] = field(default_factory=dict)  # what workers say of their models, as a part of a check's key
     last_outcome: manager_pb2.ReplicaOutcome | None = None
+    probed: EngineScores | None = None  # what its engine answered to the last probe
     labelled: weights_pb2.Identity | None = None  # the version that the engine agreed to name; None: unknown
     label_reason: str = ""  # why it did not agree when it was told last
     label_again: float = 0.0  # when it is told again, if no operation goes on; monotonic seconds

@@ -11,12 +11,13 @@ undoes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property
 from typing import TypeAlias
 
 from ckpt_engine.core.names import some
+from ckpt_engine.core.probe import is_bad, why_bad
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.core.version import Version
 from ckpt_engine.v1 import manager_pb2
@@ -191,6 +192,8 @@ class Facts:
 
     seconds: float  # since the last wave ended, or since this manager began, if that was later
     approved: bool  # a person has approved what follows this wave
+    probes: Mapping[str, manager_pb2.ProbeAnswer | None] = field(default_factory=dict)
+    """By replica that serves the target, what its engine has answered to the probe; None: that is not known."""
 
 
 def _time(value: float, facts: Facts) -> Judgement:
@@ -203,7 +206,21 @@ def _person(value: float, facts: Facts) -> Judgement:
     return MET if facts.approved else Judgement(Verdict.OPEN, approve)
 
 
-CONDITIONS: Mapping[str, Callable[[float, Facts], Judgement]] = {"time": _time, "person": _person}
+def _probe(value: float, facts: Facts) -> Judgement:
+    """Broken by a replica that breaks a bound or gave no answer. Where no answer is known (a manager that was started
+    again has no scores to ask for), a person's word stands in for it: nothing waits unseen."""
+    bad = {name: answer for name, answer in facts.probes.items() if answer is not None and is_bad(answer)}
+    if bad:
+        name = min(bad)
+        return Judgement(Verdict.BROKEN, f"replica {name}: {why_bad(bad[name])}")
+    unknown = sorted(name for name, answer in facts.probes.items() if answer is None)
+    if unknown and not facts.approved:
+        why = f"an answer of {some(unknown)} to the probe, or `ckpt-engine deploy approve` (or undo) without it"
+        return Judgement(Verdict.OPEN, why)
+    return MET
+
+
+CONDITIONS: Mapping[str, Callable[[float, Facts], Judgement]] = {"time": _time, "person": _person, "probe": _probe}
 """By name, what judges a condition from its value. A condition that needs to know more gets it in Facts."""
 
 
@@ -313,13 +330,13 @@ def next_step(deployment: Deployment, fleet: Fleet, facts: Facts) -> Step:
     strategy = STRATEGIES[deployment.strategy]
     if not deployment.participants:
         return Decide(UNDONE, "all of its replicas said goodbye or were evicted")
+    judgements = [CONDITIONS[each.name](each.value, facts) for each in deployment.conditions]
+    for each in judgements:
+        if each.verdict is Verdict.BROKEN:  # of the last wave, too
+            return Decide(UNDONE, each.reason)
     if deployment.in_waves.issuperset(fleet):
         return Decide(DEPLOYED)
     if deployment.waves:
-        judgements = [CONDITIONS[each.name](each.value, facts) for each in deployment.conditions]
-        for each in judgements:
-            if each.verdict is Verdict.BROKEN:
-                return Decide(UNDONE, each.reason)
         if deployment.paused:
             return Judgement(Verdict.OPEN, "a person has paused it: `ckpt-engine deploy resume`")
         waits = [each for each in judgements if each.verdict is Verdict.OPEN]

@@ -32,7 +32,7 @@ from ckpt_engine.machines.manager.deploy import Deployment, Facts, Fleet, Verdic
 from ckpt_engine.machines.manager.goal import Goal, QueuedGoal
 from ckpt_engine.machines.manager.jobs import Started
 from ckpt_engine.machines.manager.recipients import HEALTH
-from ckpt_engine.machines.manager.report import judge, presumed_outcome
+from ckpt_engine.machines.manager.report import judge, presumed_outcome, tell_probe
 from ckpt_engine.machines.manager.staging import observed
 from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.machines.manager.update import Update
@@ -97,6 +97,7 @@ class DeploymentCourse:
     until: manager_pb2.Until = manager_pb2.UNTIL_INSTALLED  # what these wait for
     ended: float | None = None  # when the last wave ended; None: it goes on
     outcomes: dict[str, manager_pb2.ReplicaOutcome] = field(default_factory=dict)  # by replica, of the last attempt
+    probes: dict[str, manager_pb2.ProbeAnswer] = field(default_factory=dict)  # by replica, under the target
     failures: dict[str, str] = field(default_factory=dict)  # by replica, why it could not be brought to the target
     tries: dict[str, int] = field(default_factory=dict)  # by replica, attempts that failed
     ready: set[str] = field(default_factory=set)  # replicas that were ready for the target since the last wave began
@@ -199,6 +200,8 @@ class Deployments:
             outcome = None if report is None else report.replicas[0]
             if outcome is not None:
                 course.outcomes[name] = outcome
+                if version == row.target and outcome.HasField("probe"):
+                    course.probes[name] = outcome.probe
                 course.report.bytes += outcome.bytes
                 course.report.relays.extend(report.relays if report is not None else ())
                 if outcome.outcome == manager_pb2.OUTCOME_NEW_SERVING:
@@ -320,7 +323,9 @@ class Deployments:
             elif step.verdict is Verdict.MET:
                 self._wave_ended(row, course, now)
         if course.ended is not None and not course.undo:
-            facts = Facts(now - course.ended, row.approved >= len(row.waves))
+            serving = [name for name in row.in_waves if name in fleet and fleet[name].has_target]
+            probes = {name: self._probe(row, course, name) for name in serving}
+            facts = Facts(now - course.ended, row.approved >= len(row.waves), probes)
             step = deploy.next_step(row, fleet, facts)
         match step:
             case deploy.NextWave(replicas):
@@ -336,6 +341,14 @@ class Deployments:
                             update.go_on(now)
                 if seconds is not None:
                     self.state.set_timer(DeploymentLook(row.number), seconds)
+
+    def _probe(self, row: Deployment, course: DeploymentCourse, name: str) -> manager_pb2.ProbeAnswer | None:
+        """What a replica that serves the target has answered to its probe; None: that is not known."""
+        replica = self.state.members.replicas.get(name)
+        last = None if replica is None else replica.last_outcome  # of an attempt that another manager may have ordered
+        if last is not None and Version.or_none(last.after) == row.target and last.HasField("probe"):
+            return last.probe
+        return course.probes.get(name)
 
     def _fleet(self, row: Deployment, course: DeploymentCourse) -> Fleet:
         """The participants. One whose attempt goes on is not at the target yet: its outcome is still to come."""
@@ -527,8 +540,11 @@ class Deployments:
         report.replicas.extend(outcomes[name] for name in sorted(outcomes))
         for outcome in report.replicas:
             outcome.fence.CopyFrom(report.fence)
+            if row.state == deploy.UNDONE and outcome.replica in course.probes:
+                outcome.probe.CopyFrom(course.probes[outcome.replica])  # why it went back, mostly
         report.seconds = now - course.began
         report.deployment.CopyFrom(row.message(course.waits_for if row.state == deploy.UNDECIDED else ""))
+        tell_probe(report)
         report.ok = report.verified = False
         if row.state == deploy.DEPLOYED:
             judge(report, row.min_replicas if row.min_replicas < len(row.participants) else None)

@@ -48,6 +48,7 @@ class Goal:
     staging: Staging | None = None  # how it is deployed in waves; None: to all of its replicas at once
     waits: bool = False  # its replica, once it is ready, waits for those that it is to be installed together with
     keeps_draft: bool = False  # draft models that the version has no weights for keep their own
+    probe: manager_pb2.BlobRef | None = None  # what engines are asked once they serve it; None: nothing
 
     @property
     def is_attempt(self) -> bool:

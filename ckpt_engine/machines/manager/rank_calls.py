@@ -132,7 +132,8 @@ class Gather:
         if publication.problem is not None:
             raise CkptEngineError(publication.problem)
         assert publication.published is not None
-        options = self.requests[min(self.requests)].options
+        lead = self.requests[min(self.requests)]
+        options = lead.options
         goal = Goal(
             lineage=self.lineage,
             version=self._version(),
@@ -151,6 +152,7 @@ class Gather:
             dry_run=options.dry_run,
             adapts=all(each.adapts for each in self.requests.values()),
             keeps_draft=options.draft == manager_pb2.DRAFT_KEEP,
+            probe=lead.probe if lead.HasField("probe") else None,
         )
         return stage(self.state, goal, options)
 

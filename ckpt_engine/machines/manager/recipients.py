@@ -338,6 +338,7 @@ class Recipients:
                 pause_mode=self._goal.pause_mode,
                 deadline_seconds=seconds,
                 waits=waits,
+                probe=self._goal.probe,
             )
             workers = self._workers(name) or ()
             for worker in workers:

@@ -116,6 +116,7 @@ class CatchUp:
                 pool=replica.pool,
                 waits=deployment is not None and deployment.installs_together(content.identity),
                 keeps_draft=self.state.versions.keeps_draft(replica.name),
+                probe=content.probe,
             )
             if not may(goal):
                 continue

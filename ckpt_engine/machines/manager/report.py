@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_engine.core.names import some
+from ckpt_engine.core.probe import findings
 from ckpt_engine.core.problems import unavailable
 from ckpt_engine.core.stages import in_order
 from ckpt_engine.core.version import Fence, Version
@@ -147,7 +148,14 @@ def build_report(
     )
     if not held:
         judge(report, goal.min_replicas)
+    tell_probe(report)
     return report
+
+
+def tell_probe(report: manager_pb2.UpdateReport) -> None:
+    """Sets what the probe has found by the outcomes that the report has now."""
+    del report.probe[:]
+    report.probe.extend(findings({each.replica: each.probe for each in report.replicas if each.HasField("probe")}))
 
 
 def _copied(published: Published) -> list[weights_pb2.CopiedTensors]:
@@ -286,6 +294,7 @@ class Corrections:
         else:
             open_report.session = None
         judge(report, open_report.min_replicas)
+        tell_probe(report)
         task = CorrectOutcome(report, correction.replica, self.state.deadlines.report)
         self.state.run(Correction(report.fence.epoch, correction.replica), task)
 

@@ -145,6 +145,7 @@ class Rollbacks:
         if held is None:
             return None
         published, record = held
+        content = self.state.versions.contents.get(identity)
         return Goal(
             lineage=identity.lineage,
             version=identity.number,
@@ -158,6 +159,7 @@ class Rollbacks:
             held=HeldVersion(identity, record),
             pool=pending.options.pool,
             keeps_draft=pending.options.draft == manager_pb2.DRAFT_KEEP,
+            probe=None if content is None else content.probe,
         )
 
     def _identity(self, request: manager_pb2.RollbackRequest) -> Version:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from ckpt_engine.core.names import some
-from ckpt_engine.core.problems import precondition
+from ckpt_engine.core.problems import invalid, precondition
 from ckpt_engine.core.reach import by_directory
 from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.manager import deploy
@@ -38,6 +38,8 @@ def stage(state: ManagerState, goal: Goal, options: manager_pb2.UpdateOptions) -
     if options.strategy in ("", "all"):
         return goal
     strategy = deploy.strategy_of(options.strategy)
+    if goal.probe is None and any(each.name == "probe" for each in options.conditions):
+        raise invalid("condition 'probe' needs a probe: give `Trainer(probe=...)` one, or leave the condition out")
     if goal.prefetch == manager_pb2.PREFETCH_AUTO and not all(each.outlives for each in goal.published.sources):
         goal.prefetch = manager_pb2.PREFETCH_ALWAYS
     if strategy.needs_all:

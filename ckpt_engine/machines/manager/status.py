@@ -180,8 +180,7 @@ def blobs_in_use(
         used[f"replica {replica.name!r}"] = [prepared.needs for prepared in replica.prepared.values()]
     for content in state.versions.contents.values():
         refs = used.setdefault(f"lineage {content.identity.lineage!r}", [])
-        if content.record is not None:
-            refs.append(content.record)
+        refs += [ref for ref in (content.record, content.probe) if ref is not None]
         if content.published is not None:
             refs += [content.published.manifest, *(source.table for source in content.published.sources)]
     if updates:

@@ -530,7 +530,7 @@ class Update:
         parts, held = self._parts, self.goal.held
         refs = [*parts.recipients.blobs(), *parts.pipeline.blobs(), *parts.collective.blobs()]
         refs += [] if parts.relays is None else parts.relays.blobs()
-        return refs + ([] if held is None or held.record is None else [held.record])
+        return refs + [ref for ref in (self.goal.probe, None if held is None else held.record) if ref is not None]
 
     def under_way(self) -> tuple[list[str], Version | None]:
         """The replicas without an outcome, and the version, from the intent on: it writes to them, or is about to."""

@@ -61,6 +61,7 @@ class Content:
     identity: Version
     published: Published | None = None  # None after a restart of the manager, until its ranks have published again
     record: manager_pb2.BlobRef | None = None  # its SealedRecord; None: there is none
+    probe: manager_pb2.BlobRef | None = None  # its ProbeScores; None: it has none, or another manager had them
     sealed_since: bool = False  # its ranks sealed another version since: what they hold must be hashed again
 
 
@@ -197,7 +198,8 @@ class Versions:
         self.desired |= dict.fromkeys(goal.selection, commit)
         self.last[identity.lineage] = commit
         # The holders of what was rolled back to, and its record, are looked up when they are needed.
-        self.contents[identity] = Content(identity, None if goal.is_rollback else goal.published, record)
+        published = None if goal.is_rollback else goal.published
+        self.contents[identity] = Content(identity, published, record, goal.probe)
         if not goal.is_rollback:
             self._overwritten(identity)
         self._forget_superseded()
@@ -213,7 +215,7 @@ class Versions:
 
     def begin_staged(self, identity: Version, goal: Goal, record: manager_pb2.BlobRef | None) -> None:
         """Takes a version that ranks have sealed, and that a deployment is about to commit in waves."""
-        self.contents[identity] = Content(identity, goal.published, record)
+        self.contents[identity] = Content(identity, goal.published, record, goal.probe)
         self.staged |= {identity} if goal.staging is None else {identity, goal.staging.base}
         self._overwritten(identity)
 

@@ -73,7 +73,8 @@ function replicaRow() {
     cell("engine", "", engine), cell("host", "", host), cell("", "last", more));
   const why = make("div", { class: "why" });
   const scrub = make("small", { class: "soft" });
-  const panel = make("div", { class: "panel" }, why, scrub, acts.element);
+  const probe = make("small", { class: "soft" });
+  const panel = make("div", { class: "panel" }, why, scrub, probe, acts.element);
   const element = make("div", { class: "entry", role: "presentation" }, line, panel);
   let open = null;
   let current = "";
@@ -112,6 +113,7 @@ function replicaRow() {
       replica.unfit && `left out of updates: ${replica.unfit}`, watched.label_problem].filter(Boolean).join("; ");
     say(why, said);
     say(scrub, replica.scrub ? `scrub: ${replica.scrub}` : "");
+    say(probe, replica.probe ? `probe: ${replica.probe}` : "");
     acts.update(replica, overview);
     fold();
   }
