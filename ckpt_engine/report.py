@@ -14,7 +14,7 @@ from ckpt_engine.core.absent import absent_in_all
 from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.message_json import as_dict
 from ckpt_engine.core.names import NAMES_SHOWN, some
-from ckpt_engine.core.probe import answer_words
+from ckpt_engine.core.probe import ProbeFinding, answer_words
 from ckpt_engine.core.scrub import difference_words
 from ckpt_engine.machines.manager.report import is_verified
 from ckpt_engine.v1 import manager_pb2
@@ -94,23 +94,6 @@ class PartUse:
             return f"its {self.name} keeps its weights: the version has none for it"
         shared = f", {len(self.shared)} of them the target's own" if self.shared else ""
         return f"{self.name or 'target'}: {human_bytes(self.nbytes)}, {self.verified} verified{shared}"
-
-
-@dataclass(frozen=True)
-class ProbeFinding:
-    """A cause of what a version's probe has found (docs/probe.md)."""
-
-    cause: str  # "all", "replica", "cache", "draft", "unknown" (one replica answered: "all" or "replica") or "silent"
-    replicas: tuple[str, ...]  # on which, by name
-    reason: str  # in words, with the figures
-
-    @classmethod
-    def of(cls, message: manager_pb2.ProbeFinding) -> ProbeFinding:
-        """Reads it from a message."""
-        return cls(enum_word(manager_pb2.ProbeFinding.Cause, message.cause), tuple(message.replicas), message.reason)
-
-    def __str__(self) -> str:
-        return f"probe ({self.cause}): {some(self.replicas)}: {self.reason}"
 
 
 @dataclass(frozen=True)

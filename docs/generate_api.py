@@ -24,12 +24,13 @@ _REPORTS = ("UpdateReport", "ReplicaReport", "RelayReport", "TransportUse", "Par
 SECTIONS = (
     ("Trainer", "trainer/trainer.py", ("Trainer",)),
     ("Probe", "trainer/probe.py", ("Probe", "TokenScores")),
+    ("What a probe has found", "core/probe.py", ("ProbeFinding",)),
     ("Client", "client.py", ("Client", "AsyncClient")),
     ("Options", "options.py", (*_OPTIONS, "Progress")),
     (
         "Reports",
         "report.py",
-        (*_REPORTS, "AbsentTensors", "CopiedTensors", "ProbeFinding"),
+        (*_REPORTS, "AbsentTensors", "CopiedTensors"),
     ),
     ("Reading a version", "reading/reader.py", ("Reader",)),
     ("Reading a version into files", "reading/pulling.py", ("pull",)),

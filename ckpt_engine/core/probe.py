@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_engine.core.check_verdict import Score
+from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.names import some
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.v1 import manager_pb2
@@ -51,6 +52,23 @@ class EngineScores:
 
     sequences: tuple[tuple[int, ...], ...]  # token ids that it was asked for
     scores: tuple[Score, ...]  # one a sequence, without caches
+
+
+@dataclass(frozen=True)
+class ProbeFinding:
+    """A cause of what a version's probe has found (docs/probe.md)."""
+
+    cause: str  # "all", "replica", "cache", "draft", "unknown" (one replica answered: "all" or "replica") or "silent"
+    replicas: tuple[str, ...]  # on which, by name
+    reason: str  # in words, with the figures
+
+    @classmethod
+    def of(cls, message: manager_pb2.ProbeFinding) -> ProbeFinding:
+        """Reads it from a message."""
+        return cls(enum_word(manager_pb2.ProbeFinding.Cause, message.cause), tuple(message.replicas), message.reason)
+
+    def __str__(self) -> str:
+        return f"probe ({self.cause}): {some(self.replicas)}: {self.reason}"
 
 
 def check_scores(scores: manager_pb2.ProbeScores) -> None:

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from ckpt_engine.core.probe import answer_words
+from ckpt_engine.core.probe import ProbeFinding, answer_words
 from ckpt_engine.core.scrub import scrub_words
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import OperatorHold
@@ -18,7 +18,6 @@ from ckpt_engine.machines.manager.members import Replica
 from ckpt_engine.machines.manager.reconcile import Drift
 from ckpt_engine.machines.manager.status import Watched
 from ckpt_engine.manager.ledger import Record
-from ckpt_engine.report import ProbeFinding
 from ckpt_engine.security.grants import Caller
 from ckpt_engine.v1 import manager_pb2, page_pb2
 
