@@ -92,13 +92,13 @@ DIGEST_FORMAT = 2
 its own: weights that were sealed by one formula can only be verified by the same one."""
 
 
-def other_format(member: str, its: int) -> str:
+def other_format(member: str, its: int, this: str = "this process") -> str:
     """Why a process with another digest format cannot be worked with; empty: it has this one. its: its format; 0: it
-    sends none, as releases of format 1 do."""
+    sends none, as releases of format 1 do. this: what that process is to call this one."""
     if its == DIGEST_FORMAT:
         return ""
     return (
-        f"{member} makes digests of format {its or 1}, and this process of format {DIGEST_FORMAT}: what one seals the "
+        f"{member} makes digests of format {its or 1}, and {this} of format {DIGEST_FORMAT}: what one seals the "
         "other cannot verify. Run the same release of ckpt-engine everywhere, then start it again"
     )
 

@@ -35,7 +35,8 @@ from tests.faults.world import World
 from tests.tiny_model import make_tiny_qwen3
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
-BEGIN, END = "<!-- fault matrix: begin -->", "<!-- fault matrix: end -->"
+MATRIX, LEADERS = "fault matrix", "lost leaders"
+"""Marks of the page between which tables are written."""
 SHORT = {"new_serving": "new", "old_serving": "old", "quarantined": "closed"}
 
 
@@ -113,9 +114,7 @@ def show(result: Result) -> None:
 def tables(results: Sequence[Result]) -> str:
     """One table a fault: rows are stages, columns victims, cells what became of the victim's replica and the other."""
     by_cell = {result.cell: result for result in results}
-    right = sum(not result.wrong for result in results)
-    minutes = sum(result.seconds for result in results) / 60
-    lines = [f"{len(results)} of {len(all_cells())} cells were run, {right} of them right, {minutes:.0f} minutes.", ""]
+    lines = [_count(results, [cell for cell in all_cells() if place_of(cell) != LEADER]), ""]
     for fault, meaning in FAULTS.items():
         lines += [f"**{fault}**: {meaning}.", "", f"| stage | {' | '.join(VICTIMS[fault])} |"]
         lines.append("|---" * (1 + len(VICTIMS[fault])) + "|")
@@ -128,18 +127,30 @@ def tables(results: Sequence[Result]) -> str:
     for stage in RELAY_STAGES:
         row = [text(by_cell.get(Cell(RELAY, fault, stage))) for fault in FAULTS]
         lines.append(f"| {stage} | {' | '.join(row)} |")
-    lines += ["", "**The manager that leads**, of two on one PostgreSQL: it suffers until the other one leads. Behind "]
-    lines[-1] += "each end, after how many seconds that one led (with a `term` of 4 s and a `lease` of 3 s)."
-    lines += ["", *(f"- {fault}: {meaning}." for fault, meaning in LEADER_FAULTS.items()), ""]
-    lines += [f"| stage | {' | '.join(LEADER_FAULTS)} |", "|---" * (1 + len(LEADER_FAULTS)) + "|"]
-    for stage in STAGES:
-        row = [text(by_cell.get(Cell(LEADER, fault, stage))) for fault in LEADER_FAULTS]
-        lines.append(f"| {stage} | {' | '.join(row)} |")
     lines.append("")
     lines.append("Cells that there are not:")
     lines.append("")
     lines += [f"- {fault} of {victim}: {why}." for (fault, victim), why in LEFT_OUT.items()]
     return "\n".join(lines)
+
+
+def leader_table(results: Sequence[Result]) -> str:
+    """Of lost leaders: rows are stages, columns faults. A field says what became of both replicas, and after how long
+    another manager led."""
+    by_cell = {result.cell: result for result in results}
+    lines = [_count(results, [cell for cell in all_cells() if place_of(cell) == LEADER]), ""]
+    lines += [*(f"- {fault}: {meaning}." for fault, meaning in LEADER_FAULTS.items()), ""]
+    lines += [f"| stage | {' | '.join(LEADER_FAULTS)} |", "|---" * (1 + len(LEADER_FAULTS)) + "|"]
+    for stage in STAGES:
+        row = [text(by_cell.get(Cell(LEADER, fault, stage))) for fault in LEADER_FAULTS]
+        lines.append(f"| {stage} | {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+def _count(results: Sequence[Result], cells: Sequence[Cell]) -> str:
+    right = sum(not result.wrong for result in results)
+    minutes = sum(result.seconds for result in results) / 60
+    return f"{len(results)} of {len(cells)} cells were run, {right} of them right, {minutes:.0f} minutes."
 
 
 def text(result: Result | None) -> str:
@@ -150,11 +161,16 @@ def text(result: Result | None) -> str:
     return f"**WRONG** {ends}" if result.wrong else ends
 
 
-def write(page: Path, made: str) -> None:
-    """Puts the tables between their marks."""
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n{made}\n{END}{after}")
+def write(page: Path, results: Sequence[Result]) -> None:
+    """Puts the tables of what was run between their marks."""
+    of_leaders = [result for result in results if place_of(result.cell) == LEADER]
+    others = [result for result in results if place_of(result.cell) != LEADER]
+    for name, found, made in ((MATRIX, others, tables), (LEADERS, of_leaders, leader_table)):
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        before, _, rest = page.read_text().partition(begin)
+        _, _, after = rest.partition(end)
+        if found:
+            page.write_text(f"{before}{begin}\n{made(found)}\n{end}{after}")
 
 
 def main() -> None:
@@ -175,7 +191,7 @@ def main() -> None:
     results = list({each.cell: each for each in [*earlier, *results]}.values())
     keep(path, results)
     if options.write or not options.only:
-        write(PAGE, tables(results))
+        write(PAGE, results)
     wrong = [result for result in results if result.wrong]
     print(f"{len(results)} cells, {len(wrong)} wrong; logs in {path}")
     sys.stdout.flush()

@@ -92,6 +92,21 @@ def test_a_stream_that_was_replaced_speaks_for_nobody() -> None:
     assert replica.peer == fourth
 
 
+def test_when_members_were_heard_last_counts_once_all_have_lost_their_sessions() -> None:
+    members = Members("cluster")
+    assert members.last_heard() is None, "nobody was there"
+    rank, _ = members.hello(FIRST, trainer_hello(), 1.0)
+    members.hello(SECOND, replica_hello(), 2.0)
+    members.lose(FIRST)
+    assert members.last_heard() is None, "one has a session"
+    members.lose(SECOND)
+    assert members.last_heard() == 2.0
+    members.forget(rank)
+    assert members.last_heard() == 2.0
+    members.forget(members.replica("replica"))
+    assert members.last_heard() is None, "those that said goodbye are not waited for"
+
+
 def test_a_replica_without_a_name_is_refused() -> None:
     members = Members("cluster")
     with pytest.raises(CkptEngineError, match="a replica's name has from 1 to 255 bytes"):
@@ -127,7 +142,7 @@ def test_who_makes_other_digests_is_refused_with_words(kind: str, its: int) -> N
     hello.digest_format = DIGEST_FORMAT
     members.hello(FIRST, hello, 0.0)
     hello.digest_format = its
-    with pytest.raises(CkptEngineError, match=f"makes digests of format {its or 1}, and this process of") as caught:
+    with pytest.raises(CkptEngineError, match=f"makes digests of format {its or 1}, and its manager of") as caught:
         members.hello(SECOND, hello, 1.0)
     assert caught.value.problem.code == weights_pb2.Problem.CODE_FAILED_PRECONDITION, (
         "it goes on as it is and asks again"

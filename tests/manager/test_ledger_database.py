@@ -8,13 +8,14 @@ import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pytest
 
 from ckpt_engine.core.problems import CkptEngineError, ErrorCode
 from ckpt_engine.core.version import Version
-from ckpt_engine.manager.ledger_database import SCHEMA_VERSION, Database, LostTermError, ledger_of, name_of
+from ckpt_engine.manager.ledger_database import SCHEMA_VERSION, Database, Lead, LostTermError, ledger_of, name_of
 from ckpt_engine.manager.term import Term
 from ckpt_engine.shell.tasks import TaskFailedError
 from ckpt_engine.v1 import manager_pb2
@@ -155,6 +156,29 @@ async def test_what_was_written_is_there_before_another_leads(postgresql: Server
         assert theirs.epoch == 7
         for each in (ledger, theirs):
             await each.close()
+
+
+async def test_a_term_that_took_long_to_get_is_renewed_at_once(
+    postgresql: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock of the test's own, which moves only while the database is asked."""
+    now = 0.0
+    monkeypatch.setattr("ckpt_engine.manager.term._now", lambda: now)
+    address = postgresql.new_database()
+    moment = "SELECT until FROM ckpt_engine.term"
+    async with asking(address) as term:
+        take, ends = term._terms.take, []
+
+        def slow(*arguments: Any) -> Lead | None:
+            nonlocal now
+            lead = take(*arguments)
+            ends.extend(postgresql.run(moment, database_of(address)))
+            now += 55.0
+            return lead
+
+        monkeypatch.setattr(term._terms, "take", slow)
+        assert await term.take("a:1") is None
+        await until(lambda: postgresql.run(moment, database_of(address)) > ends, "it was renewed")
 
 
 async def test_a_term_is_renewed_and_ends_by_the_managers_own_clock(postgresql: Server) -> None:

@@ -6,15 +6,18 @@ import asyncio
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
+from scripted_members import ScriptedReplica, stub_at
 
 from ckpt_engine.client import Client
 from ckpt_engine.core.problems import CkptEngineError, ErrorCode
-from ckpt_engine.manager.service import ManagerConfig
+from ckpt_engine.manager.service import ManagerConfig, ManagerServer
 from ckpt_engine.manager.standby import run_manager
+from ckpt_engine.manager.term import Term
 from ckpt_engine.security.server import ServerSecurity
 from tests.postgresql import PASSWORD, Server
 from tests.shared_ledger import Manager, roles, two_managers
@@ -53,6 +56,23 @@ def test_one_leads_until_it_is_stopped_killed_or_ended(pair: list[Manager]) -> N
     for each in pair:
         assert "Traceback" not in each.log
         assert PASSWORD not in each.log
+
+
+async def test_a_leader_that_no_member_reaches_any_more_ends(postgresql: Server, config: ManagerConfig) -> None:
+    """Its term, which is long, goes on."""
+    address = postgresql.new_database()
+    term = Term(address, 20.0, 10.0)
+    await term.prepare("")
+    assert await term.take("a:1") is None
+    config = replace(config, ledger=address, deadlines=replace(config.deadlines, lease=1.0, heartbeat=0.5, term=1.0))
+    async with ManagerServer(config, term) as server, stub_at(server.address) as stub:
+        serving = asyncio.create_task(server.serve(asyncio.Event()))
+        replica = ScriptedReplica(stub)
+        await replica.open()
+        await asyncio.wait_for(serving, PATIENCE)  # no heartbeat comes, and no goodbye
+        assert server.deserted
+    await term.release()
+    await term.close()
 
 
 @pytest.mark.parametrize(("listen", "advertise"), [("0.0.0.0:50051", ""), ("[::]:50051", ""), ("a:50051", "0.0.0.0")])

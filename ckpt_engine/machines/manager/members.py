@@ -372,7 +372,7 @@ class Members:
     def hello(self, peer: Peer, hello: Hello, now: float) -> tuple[Member, Peer | None]:
         """Takes a member of any kind in. Raises what the method of its kind raises."""
         self._check_cluster(hello.cluster)
-        if other := other_format(speaker(hello), hello.digest_format):
+        if other := other_format(speaker(hello), hello.digest_format, "its manager"):
             raise precondition(other)
         if isinstance(hello, manager_pb2.TrainerHello):
             return self.trainer_hello(peer, hello, now)
