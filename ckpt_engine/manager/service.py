@@ -196,9 +196,10 @@ class ManagerServer:
         """Serves until ``stop_event`` is set, its term is lost, or it is deserted; stop the manager then. Raises
         CkptEngineError (INTERNAL) once its state machine has failed: all callers have got the error, nothing more is
         done, and the manager must be restarted."""
-        waits = [asyncio.ensure_future(event.wait()) for event in (stop_event, self._shell.failed)]
+        ends = [stop_event, self._shell.failed, *([self._term.lost] if self._term is not None else [])]
+        waits = [asyncio.ensure_future(event.wait()) for event in ends]
         if self._term is not None:
-            waits += [asyncio.ensure_future(each) for each in (self._term.lost.wait(), self._desertion(self._term))]
+            waits.append(asyncio.ensure_future(self._desertion(self._term)))
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
