@@ -376,7 +376,9 @@ class Terms:
                 (seconds, seconds, self.holder),
             ).fetchone()
             if row is None:
-                raise LostTermError(precondition(f"ledger={self.name} was taken over by another manager").problem)
+                raise LostTermError(
+                    precondition(f"the term in ledger={self.name} has ended, or was taken over").problem
+                )
             if row[0] < count:
                 raise LostTermError(precondition(rolled_back(self.name, count - row[0])).problem)
 
