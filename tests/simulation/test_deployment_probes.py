@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from ckpt_engine.machines.manager import deploy
 from ckpt_engine.v1 import manager_pb2
 from tests.simulation.story import NEW, Problem, Story, outcomes, refused
 from tests.simulation.test_deployment_stories import begun, serve
@@ -144,6 +145,26 @@ def test_a_manager_that_is_killed_waits_for_a_person_or_has_the_answer(
         assert serve(story) == [0 if is_undone else 1] * 4
 
 
+def test_all_or_none_goes_back_if_one_breaks_a_bound(story: Story) -> None:
+    group = begun(story)
+    shift(story, -0.5, [sorted(story.agents)[2]])
+    result = canary(story, group, strategy="all_or_none")
+    story.wait(20.0)
+    report = result[0]
+    assert isinstance(report, manager_pb2.UpdateReport)
+    assert report.deployment.state == Row.STATE_UNDONE
+    assert [each.cause for each in report.probe] == [Finding.CAUSE_REPLICA]
+    assert serve(story) == [0] * 4
+
+
+def test_the_condition_has_no_value(story: Story) -> None:
+    group = begun(story, 2)
+    for name, words in (("probe", "bounds are given to `Probe(...)`"), ("person", "has no value, and 0.3 was given")):
+        result = canary(story, group, conditions=[manager_pb2.DeployCondition(name=name, value=0.3)])
+        story.wait(5.0)
+        refused(result[0], Problem.CODE_INVALID_ARGUMENT, words)
+
+
 def test_the_condition_needs_a_probe(story: Story) -> None:
     group = begun(story, 2)
     result = canary(story, group, probe=None)
@@ -159,3 +180,13 @@ def test_a_replica_that_comes_late_is_probed_too(story: Story) -> None:
     story.wait(5.0)
     assert late.machine.replica.last_outcome is not None
     assert late.machine.replica.last_outcome.probe.engine.tokens == 4
+
+
+def test_questions_that_were_cut_short_wait_for_a_person() -> None:
+    """A sleep ended them, and not the engine."""
+    cut = manager_pb2.ProbeAnswer(problem=Problem(code=Problem.CODE_ABORTED, message="a person wants it asleep"))
+    late = manager_pb2.ProbeAnswer(problem=Problem(code=Problem.CODE_DEADLINE_EXCEEDED, message="too late"))
+    judge = deploy.CONDITIONS["probe"]
+    assert judge(0.0, deploy.Facts(1.0, False, {"a": cut})).verdict is deploy.Verdict.OPEN
+    assert judge(0.0, deploy.Facts(1.0, True, {"a": cut})).verdict is deploy.Verdict.MET
+    assert judge(0.0, deploy.Facts(1.0, True, {"a": cut, "b": late})).verdict is deploy.Verdict.BROKEN

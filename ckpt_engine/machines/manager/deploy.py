@@ -236,7 +236,7 @@ class WaveRule:
 
     next_wave: Callable[[Deployment, Fleet], list[str]]  # empty: none can begin now
     conditions: tuple[Condition, ...] = ()  # if the caller names none
-    one_wave: bool = False  # so it has neither a size of waves nor conditions
+    one_wave: bool = False  # so it has neither a size of waves nor conditions between them
     # It is refused unless every replica of the call can take part, and none of them is paused before all are ready.
     needs_all: bool = False
 
@@ -415,7 +415,8 @@ def check_options(options: manager_pb2.UpdateOptions) -> None:
             raise invalid(f"{' and '.join(named)}: only a staged deployment has that, so give a strategy too")
         return
     strategy = strategy_of(options.strategy)
-    if strategy.one_wave and (unfit := [name for name in named if name in ("wave", "condition")]):
+    between = [each.name for each in options.conditions if each.name != "probe"]  # that judges the last wave, too
+    if strategy.one_wave and (unfit := ["wave"] * bool(values["wave"]) + [f"condition {name!r}" for name in between]):
         raise invalid(f"strategy {options.strategy!r} has one wave, so it has no {' and no '.join(unfit)}")
     if not 0 <= options.wave_share < 1:
         raise invalid(f"a wave is a number of replicas, or a share of them between 0 and 1, not {options.wave_share}")
@@ -424,3 +425,6 @@ def check_options(options: manager_pb2.UpdateOptions) -> None:
             raise invalid(f"condition {each.name!r} is none of {', '.join(CONDITIONS)}, which this manager knows")
         if not 0 <= each.value < float("inf"):
             raise invalid(f"condition {each.name!r} has the value {each.value}: give a number from 0 on")
+        if each.value and each.name != "time":
+            hint = ": bounds are given to `Probe(...)`" if each.name == "probe" else ""
+            raise invalid(f"condition {each.name!r} has no value, and {each.value:g} was given{hint}")
