@@ -57,7 +57,7 @@ def with_port(address: str, port: int, option: str) -> str:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A TCP socket bound there, which does not listen yet. Raises OSError.
+    """Binds a TCP socket to the address; it does not listen yet. Raises OSError.
 
     A name is bound at the first of its addresses that this host has. `::` stands for all addresses of the host, also
     those of IPv4.

@@ -40,7 +40,7 @@ class Ask(Generic[Answer]):
 
 
 def held_versions(status: manager_pb2.GetStatusResponse) -> list[manager_pb2.VersionStatus]:
-    """The versions that connected holders, ranks or files hold, or replicas serve, by lineage, the newest first."""
+    """The versions that can be read (from holders, ranks or files) or that replicas serve: by lineage, newest first."""
     found: dict[tuple[str, int, bytes], manager_pb2.VersionStatus] = {}
 
     def place(identity: weights_pb2.Identity) -> manager_pb2.VersionStatus:

@@ -122,7 +122,7 @@ class CopyTable:
 
 
 def _four_at_once(block: RowBlock, source: torch.dtype, destination: torch.dtype) -> bool:
-    """Whether a cast can take four elements a lane: all addresses, lengths and pitches are multiples of that."""
+    """Whether a cast can take four elements a lane: addresses, lengths and pitches must be multiples of their size."""
     destination_parts = (block.destination, block.length, block.destination_pitch)
     source_parts = (block.source, block.source_pitch)
     return not any(part % (4 * destination.itemsize) for part in destination_parts) and not any(

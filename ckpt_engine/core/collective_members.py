@@ -18,7 +18,7 @@ from ckpt_engine.v1.weights_pb2 import Host, Problem
 
 
 class Rank(NamedTuple):
-    """A source."""
+    """A trainer rank as a source of a collective."""
 
     name: str  # its id
     host: Host
@@ -26,7 +26,7 @@ class Rank(NamedTuple):
 
 
 class CollectiveReader(NamedTuple):
-    """A worker."""
+    """A worker that a collective writes to."""
 
     replica: str
     name: str  # as messages name it

@@ -42,5 +42,5 @@ def _points_of(group: str, path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
 
 
 def is_ours(point: EntryPoint) -> bool:
-    """Whether it names something of this distribution."""
+    """Whether an entry point names something of this distribution."""
     return point.value.partition(":")[0].partition(".")[0] in OURS

@@ -37,7 +37,7 @@ class Tiling:
 
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
-        """Every cell."""
+        """All cells, by number."""
         return tuple(chain.from_iterable(self.parts))
 
     def cells(self, box: Box, partition: Partition) -> tuple[int, ...] | None:

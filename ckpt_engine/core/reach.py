@@ -62,7 +62,7 @@ def by_process(source: Host, worker: Host) -> Reach:
             f"source and reader share host {name_of(source)} but not its process ids ({_namespace(source)} and "
             f"{_namespace(worker)}), so the reader cannot open the source's memory; run both in one container, or "
             "their containers with a common PID namespace (docker run --pid=host, Kubernetes shareProcessNamespace), "
-            "or start a relay beside the source and mount its directory (CKPT_ENGINE_RELAY_DIRECTORY) into both",
+            "or run a relay beside the source and mount its directory (CKPT_ENGINE_RELAY_DIRECTORY) into both",
         )
     return Reach(
         True,

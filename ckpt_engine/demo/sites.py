@@ -57,9 +57,9 @@ def sites_of(hosts: Sequence[NetworkHost], directory: Path) -> list[Site]:
 
 @dataclass(frozen=True)
 class Wire:
-    """Bytes that went through each host's interface, by the kernel's counts: name to (sent, received)."""
+    """Bytes that went through each host's interface, by the kernel's counts."""
 
-    counts: Mapping[str, tuple[int, int]]
+    counts: Mapping[str, tuple[int, int]]  # (sent, received) by the host's name
 
     @classmethod
     def now(cls, sites: Sequence[Site]) -> Wire:

@@ -88,31 +88,31 @@ class PartsTarget:
             yield
 
     def derived(self) -> Mapping[str, str]:
-        """Of all models."""
+        """The derived tensors of all models."""
         return self._joined(lambda model: model.derived())
 
     def constant(self) -> Mapping[str, str]:
-        """Of all models."""
+        """The constant tensors of all models."""
         return self._joined(lambda model: model.constant())
 
     def quantised(self) -> Mapping[str, Quantised]:
-        """Of all models."""
+        """The quantised tensors of all models."""
         return self._joined(lambda model: model.quantised())
 
     def staged(self) -> Collection[str]:
-        """Of all models."""
+        """The staged tensors of all models."""
         return {in_part(part, name) for part, model in self._models.items() for name in model.staged()}
 
     def ignored(self, name: str) -> str | None:
-        """What the models say that read this name."""
+        """See LoadTarget; asked of the models that read this name."""
         return self._first(name, lambda model, own: model.ignored(own))
 
     def elsewhere(self, name: str) -> str | None:
-        """What the models say that read this name."""
+        """See LoadTarget; asked of the models that read this name."""
         return self._first(name, lambda model, own: model.elsewhere(own))
 
     def absent(self, name: str) -> str | None:
-        """What the models say that read this name."""
+        """See LoadTarget; asked of the models that read this name."""
         return self._first(name, lambda model, own: model.absent(own))
 
     @contextmanager
@@ -127,7 +127,7 @@ class PartsTarget:
             )
 
     def post_load(self) -> None:
-        """Of all models."""
+        """Has each model do what follows a load."""
         for model in self._models.values():
             model.post_load()
 

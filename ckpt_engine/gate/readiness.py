@@ -35,7 +35,7 @@ class ReadyQuestion:
         found: dict[str, str] = {}
         for name, value in parse_qsl(query, keep_blank_values=True):
             if name not in _KNOWN:
-                raise ValueError(f"there is no parameter {name!r}: it takes {', '.join(_KNOWN)}")
+                raise ValueError(f"there is no parameter {name!r}; known are {', '.join(_KNOWN)}")
             if name in found:
                 raise ValueError(f"{name} is given twice")
             found[name] = value

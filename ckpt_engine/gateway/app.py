@@ -359,7 +359,7 @@ class RequestMessages:
         self.whole = False  # whether the whole body has come, or the caller has disconnected
 
     async def __call__(self) -> Message:
-        """The next one."""
+        """Receives the next message."""
         message = await self._receive()
         self.whole = not message.get("more_body", False)
         return message

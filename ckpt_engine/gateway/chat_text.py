@@ -27,7 +27,7 @@ _MOST = ("max_completion_tokens", "max_tokens")
 
 @dataclass(frozen=True)
 class ChatText:
-    """See above."""
+    """How chats of one kind of engine go on by text."""
 
     fields: Table
     template: tuple[str, ...]

@@ -98,7 +98,7 @@ class Leg:
         return replace(origin, first=first, count=count)
 
     def to_dict(self) -> dict[str, Any]:
-        """It as an answer tells it."""
+        """The leg as an answer tells it."""
         return {"replica": self.replica, "first": self.offset, "count": self.count, "ended": self.outcome}
 
 

@@ -32,18 +32,14 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens [first, first + count) of the answer and the version that made them.
-
-    `lowest` and `highest` differ or are None only if the span is not exact: then they bound the versions that the
-    replica can have held, by the news that the gateway had.
-    """
+    """Tokens [first, first + count) of the answer and the version that made them."""
 
     first: int
     count: int
-    lowest: GatewayVersion | None
-    highest: GatewayVersion | None
+    lowest: GatewayVersion | None  # that the replica can have held, by the news that the gateway had
+    highest: GatewayVersion | None  # likewise; if the span is exact, the same as `lowest`, and not None
     exact: bool
-    caches: str
+    caches: str  # RECOMPUTED, KEPT or UNKNOWN: what became of those of earlier tokens
 
     def to_dict(self) -> dict[str, Any]:
         """The span as a dictionary for JSON."""

@@ -265,8 +265,7 @@ class EarlyCopies:
         self._key = version.key
 
     def held(self, key: tuple[bytes, bytes]) -> EarlyLayout | None:
-        """The layout of what lies verified in stage memory; None: something else, or nothing. Ends what is on its
-        way."""
+        """The layout of the version `key` if it lies verified in stage memory, else None. Ends what is on its way."""
         self.stop()
         return self._layout if key == self._key else None
 
@@ -323,7 +322,7 @@ class _EarlyRun(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        """The thread."""
+        """Runs the thread: brings the version and tells how that goes on."""
         try:
             try:
                 if not self._lies_there:

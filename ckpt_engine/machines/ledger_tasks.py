@@ -89,7 +89,7 @@ class OperatorHold:
         return f"held by an operator since {since}{why}: release it with `ckpt-engine replica release {name}`"
 
     def message(self) -> manager_pb2.OperatorHold:
-        """It as a protobuf message."""
+        """The hold as a protobuf message."""
         return manager_pb2.OperatorHold(since=self.since, reason=self.reason)
 
 

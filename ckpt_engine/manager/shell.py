@@ -181,8 +181,7 @@ class Shell:
         return self._machine.watched()
 
     def deserted_for(self) -> float:
-        """Seconds for which no member was heard, if all that were here have lost their sessions without a goodbye; else
-        0."""
+        """Seconds since a member was heard, if every member has lost its session without a goodbye; else 0."""
         heard = self._machine.last_heard()
         return 0.0 if heard is None else time.monotonic() - heard
 

@@ -159,7 +159,7 @@ class Refusing(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # cannot be s
         self._methods = tuple(f"/{service}/" for service in SERVICES)
 
     def problem(self) -> CkptEngineError:
-        """The refusal."""
+        """Why calls are refused here, and which manager leads."""
         lead = self._term.lead
         if lead is None or not lead.leader or lead.seconds <= 0:
             return unavailable("this manager stands by, and none leads yet: try again in a moment")

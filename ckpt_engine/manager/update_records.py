@@ -33,7 +33,7 @@ async def find_update(ledger: Ledger, request: manager_pb2.GetUpdateRequest) -> 
     if request.HasField("version"):
         return await _newest_to(ledger, request.version, request.lineage)
     if request.lineage:
-        raise invalid(f"an epoch names its update alone: leave the lineage {request.lineage!r} out")
+        raise invalid(f"an epoch is enough to name an update: leave out the lineage, {request.lineage!r}")
     record = await ledger.record(request.epoch) if request.epoch < EPOCHS else None
     if record is None:
         last = [describe_update(each) for each in await ledger.history(None, NAMED)]

@@ -67,7 +67,7 @@ class Origins:
         return storage_key(tensor) in self._by_storage
 
     def of(self, tensor: torch.Tensor) -> int | ComputedOrigin | None:
-        """The checkpoint tensor (index) that the elements were moved from, their computed origin, or None."""
+        """Where the elements come from: a checkpoint tensor (its index), a computation, or None if neither is known."""
         origin = self._by_storage.get(storage_key(tensor))
         while isinstance(origin, _Clone):
             origin = self._by_storage[origin.parent]

@@ -156,7 +156,7 @@ class ChunkQuestions:
     # -- under the lock
 
     def _wake(self, name: str) -> None:
-        """Has a thread ask what is queued for a relay."""
+        """Starts the thread that asks a relay for what is queued, or wakes it."""
         if name not in self._threads and not self._stopped:
             thread = self._threads[name] = threading.Thread(
                 target=self._follow, args=(name,), name=f"ckpt-engine asks {name}", daemon=True

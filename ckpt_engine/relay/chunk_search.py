@@ -79,12 +79,11 @@ def trails_of(
 
 @dataclass(frozen=True)
 class ChunkTable:
-    """The relays of a version, as one of them sees it. sizes: bytes of each chunk. sets: of each of the table's
-    `wants`, the chunks."""
+    """The relays of a version, as one of them sees it."""
 
     name: str  # of this relay
-    sizes: Sequence[int]
-    sets: Sequence[Collection[int]]
+    sizes: Sequence[int]  # bytes of each chunk
+    sets: Sequence[Collection[int]]  # the chunks of each of the table's `wants`
     table: WantTable
 
     @cached_property

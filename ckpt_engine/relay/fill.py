@@ -233,12 +233,11 @@ class SlotFilling:
 
 
 class _FillRun:
-    """The state of one `run`. found: by cell, the sum of its pieces' digests. failed: why cells could not be read. Used
-    on the thread that fills."""
+    """The state of one `run`. Used on the thread that fills."""
 
     def __init__(self, pipeline: Pipeline, carry_on: Callable[[], None], found: Words, faults: list[Problem]) -> None:
-        self.found = found
-        self.failed: dict[int, Problem] = {}
+        self.found = found  # by cell, the sum of its pieces' digests
+        self.failed: dict[int, Problem] = {}  # by cell, why it could not be read
         self.faults = faults
         self._pipeline = pipeline
         self._carry_on = carry_on

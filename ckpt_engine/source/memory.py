@@ -102,7 +102,7 @@ class MemorySource:
             log.warning("ckpt-engine: %s", warning)
 
     def table(self) -> SourceTable:
-        """What it offers."""
+        """The table of what is offered."""
         return self._table
 
     def check(self) -> None:

@@ -25,7 +25,7 @@ class Window(NamedTuple):
 
     @property
     def middle(self) -> float:
-        """Seconds."""
+        """The moment halfway, seconds."""
         return (self.begin + self.end) / 2
 
 

@@ -13,12 +13,12 @@ from ckpt_engine.timeline.tracks import Timeline, Track, TrackSlice
 
 
 def trace_text(timeline: Timeline) -> str:
-    """The whole file."""
+    """The timeline as a file for Perfetto."""
     return json.dumps(trace_events(timeline), separators=(",", ":"))
 
 
 def trace_events(timeline: Timeline) -> dict[str, Any]:
-    """The content of the file."""
+    """The content of that file: Chrome's trace event format."""
     zero = min((each.begin for track in timeline.tracks for each in track.slices), default=0.0)
     numbers = _Numbers(timeline)
     events: list[dict[str, Any]] = list(numbers.names(timeline))

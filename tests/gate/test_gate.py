@@ -258,7 +258,7 @@ def test_weights_of_its_own_are_no_version_for_a_probe(engine):
 @pytest.mark.parametrize(
     ("query", "said"),
     [
-        ("atleast=3", "there is no parameter 'atleast': it takes strict, at_least, lineage"),
+        ("atleast=3", "there is no parameter 'atleast'; known are strict, at_least, lineage"),
         ("version=3", "there is no parameter 'version'"),
         ("at_least=", "at_least must be the number of a version, such as 12, not ''"),
         ("at_least=-1", "not '-1'"),

@@ -84,7 +84,7 @@ def test_a_certificate_alone_gets_nothing(owner: Owner, keys: Keys) -> None:
 
 
 def test_an_owner_with_another_certificate_is_not_told_the_token(owner: Owner, keys: Keys) -> None:
-    assert "shows another certificate than that relay's" in refused(changed(owner.offered, certificate=bytes(32)))
+    assert "shows another certificate than the relay's" in refused(changed(owner.offered, certificate=bytes(32)))
 
 
 def test_files_that_do_not_belong_together_are_refused_at_the_start(keys: Keys, tmp_path: Path) -> None:

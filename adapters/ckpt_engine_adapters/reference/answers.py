@@ -21,9 +21,9 @@ Event = dict[str, Any] | str
 
 
 class AnswerForm(Protocol):
-    """The form of one request's answer. generations: in the order of the answers."""
+    """The form of one request's answer."""
 
-    generations: Sequence[Generation]
+    generations: Sequence[Generation]  # in the order of the answers
 
     def whole(self) -> Any: ...
 

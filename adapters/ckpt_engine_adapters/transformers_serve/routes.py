@@ -18,10 +18,10 @@ from ckpt_engine_adapters.transformers_serve.served import NotPausedError, Serve
 
 
 class Call(BaseModel):
-    """seconds: that it may take; then it is answered 504."""
+    """The body of an order of the agent's."""
 
     model_config = ConfigDict(extra="forbid")
-    seconds: float = Field(gt=0)
+    seconds: float = Field(gt=0)  # that it may take; then it is answered 504
 
 
 class PauseCall(Call):
@@ -38,7 +38,7 @@ class ScoreCall(Call):
 
 
 def agents_routes(served: ServedModel) -> APIRouter:
-    """The routes of one served model."""
+    """The routes that only the replica's agent may call: state, pause, resume and what else it orders."""
     router = APIRouter(include_in_schema=False)
 
     @router.get(STATE_ROUTE)

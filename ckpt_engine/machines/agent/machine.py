@@ -104,7 +104,7 @@ class AgentMachine:
         return self.replica.closed_reason()
 
     def handle(self, event: AgentEvent, now: float) -> list[AgentCommand]:
-        """Takes one event and says what is to be done."""
+        """Takes one event; returns the commands that follow from it."""
         return commands_of(self._out, lambda: self._take(event, now))
 
     def _take(self, event: AgentEvent, now: float) -> None:

@@ -95,11 +95,11 @@ class Deployment:
         return self.state == UNDECIDED and identity == self.target and STRATEGIES[self.strategy].needs_all
 
     def with_wave(self, epoch: int, replicas: Iterable[str]) -> Deployment:
-        """It with one more wave."""
+        """The deployment with one more wave."""
         return replace(self, waves=(*self.waves, Wave(epoch, tuple(sorted(replicas)))))
 
     def message(self, waits_for: str = "") -> manager_pb2.Deployment:
-        """It as a message."""
+        """The deployment as a protobuf message."""
         return manager_pb2.Deployment(
             number=self.number,
             base=self.base.message(),
@@ -242,7 +242,7 @@ class WaveRule:
 
 
 def _some_at_a_time(deployment: Deployment, fleet: Fleet) -> list[str]:
-    """So many that no more than a wave of all participants do not serve. Those that do not serve anyway come first."""
+    """As many as leave at most a wave of all participants out of service; those that do not serve come first."""
     closed = [name for name, each in fleet.items() if not each.serving]
     room = deployment.wave_replicas - sum(name in deployment.in_waves or not fleet[name].connected for name in closed)
     waiting = _waiting(deployment, fleet)

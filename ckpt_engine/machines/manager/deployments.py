@@ -282,7 +282,7 @@ class Deployments:
         match request.action:
             case Action.ACTION_APPROVE:
                 if course.ended is None:
-                    raise precondition(f"its wave goes on, so there is nothing to approve yet: {course.waits_for}")
+                    raise precondition(f"deployment {number} has no wave to approve yet: {course.waits_for}")
                 return replace(row, approved=len(row.waves))
             case Action.ACTION_PAUSE | Action.ACTION_RESUME:
                 return replace(row, paused=request.action == Action.ACTION_PAUSE)

@@ -37,7 +37,7 @@ class Lineage:
         return bool(self.ranks or self.replicas or self.sources)
 
     def message(self) -> manager_pb2.LineageStatus:
-        """It as a protobuf message, for GetStatus."""
+        """The lineage as a protobuf message, for GetStatus."""
         return manager_pb2.LineageStatus(
             lineage=self.name,
             latest=None if self.latest is None else self.latest.message(),

@@ -106,7 +106,7 @@ class Recipients:
         return None if isinstance(recipient, Unprepared) else recipient.workers
 
     def blobs(self) -> list[manager_pb2.BlobRef]:
-        """The blobs of their workers' needs."""
+        """The needs of all prepared workers."""
         return [worker.needs for name in self._recipients for worker in self._workers(name) or ()]
 
     # -- preparing

@@ -465,7 +465,7 @@ def _dial(address: str, owner: str, seconds: float) -> socket.socket:
     try:
         places = resolve(host, port, seconds)
     except Silence as error:
-        raise deadline(f"{owner}: the resolver did not say within {seconds:.3g} s where {host} is") from error
+        raise deadline(f"{owner}: {host} was not resolved within {seconds:.3g} s") from error
     failed: OSError | None = None
     for family, kind, protocol, _, place in places:
         connection = socket.socket(family, kind, protocol)

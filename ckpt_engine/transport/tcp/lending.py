@@ -201,7 +201,7 @@ class Not(NamedTuple):
 
 
 class Pulse(NamedTuple):
-    """No answer yet."""
+    """The sign that the chunk is not here yet."""
 
     number: int  # changes while the filling makes progress; 0 before it begins
 

@@ -59,7 +59,7 @@ def check_certificate(connection: ssl.SSLSocket, expected: bytes) -> None:
     """Raises UNAVAILABLE unless the other side showed the certificate with the expected digest."""
     certificate = connection.getpeercert(binary_form=True) or b""
     if not hmac.compare_digest(digest_of(certificate), expected):
-        raise unavailable("the process that answers there shows another certificate than that relay's: refused")
+        raise unavailable("the process at that address shows another certificate than the relay's, and is not asked")
 
 
 def digest_of(certificate: bytes) -> bytes:

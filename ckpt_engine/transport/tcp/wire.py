@@ -193,7 +193,7 @@ def read_question(data: bytes) -> Question:
 
 
 def frame(kind: int, content: bytes = b"") -> bytes:
-    """An answer."""
+    """The bytes of an answer."""
     return FRAME.pack(kind, len(content)) + content
 
 
