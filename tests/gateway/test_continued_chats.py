@@ -17,6 +17,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from ckpt_engine.gateway.chat_text import ChatText
+from ckpt_engine.gateway.dialect import MalformedError
+from ckpt_engine_adapters.sglang import chats as sglang
+from ckpt_engine_adapters.vllm import chats as vllm
 from tests.gateway import model_engine
 from tests.gateway.misbehaving import Engine, asking, unmet_answer, unmet_event
 from tests.gateway.test_passing import HEADERS, events_of
@@ -398,3 +402,10 @@ async def test_a_leg_that_a_gate_refuses_goes_elsewhere() -> None:
         found = joined(await client.post("/v1/chat/completions", json={**CHAT, **STREAM}, headers=headers))
     assert (found["text"], found["error"]) == (TEXT, None)
     assert refused[0] is not None
+
+
+@pytest.mark.parametrize("chat_text", [vllm.CHAT_TEXT, sglang.CHAT_TEXT])
+@pytest.mark.parametrize("text", [..., None, 3, ["a"]])
+def test_words_that_an_engine_does_not_say_are_not_taken_for_some(chat_text: ChatText, text: Any) -> None:
+    with pytest.raises(MalformedError, match=f"no {chat_text.text_name}"):
+        chat_text.text_of({} if text is ... else {chat_text.text_name: text})
