@@ -59,6 +59,16 @@ def test_whatever_anybody_may_call_is_explained() -> None:
     assert [name for name in names if name not in said] == []
 
 
+def test_what_members_speak_is_explained() -> None:
+    """Each message and each enum of the contract, beside those that anybody meets, says what it is."""
+    said = json.loads((REPOSITORY / "ckpt_engine" / "v1" / "comments.json").read_text())
+    named = [
+        each for file in FILES for each in (*file.message_types_by_name.values(), *file.enum_types_by_name.values())
+    ]
+    assert len(named) > 150
+    assert [each.full_name for each in named if each.full_name not in said] == []
+
+
 def test_no_comment_goes_on_below_what_it_stands_beside() -> None:
     """protoc, and so every tool that shows comments, takes the next line for what is said of the next field."""
     for path in (REPOSITORY / "proto").rglob("*.proto"):
