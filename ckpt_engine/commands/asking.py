@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, TypeVar
 
@@ -12,6 +13,7 @@ from ckpt_engine.client import AsyncClient
 from ckpt_engine.core.deadlines import NOTICE_SECONDS
 from ckpt_engine.core.names import printable
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.v1.weights_pb2 import Problem
 
 Answer = TypeVar("Answer")
 
@@ -48,7 +50,10 @@ def failure_exit(manager: str, error: CkptEngineError) -> typer.Exit:
 
 def refusal_of(manager: str, error: CkptEngineError) -> str:
     """One sentence about a failed call, which names the manager once."""
-    problem = error.problem
-    replica = f"replica {problem.replica}: " if problem.replica and problem.replica not in problem.message else ""
-    message = problem.message.removeprefix(f"manager {manager}: ")
-    return f"manager {manager}: {replica}{message}"
+    return f"manager {manager}: {with_replica(error.problem).removeprefix(f'manager {manager}: ')}"
+
+
+def with_replica(problem: Problem) -> str:
+    """The message of a problem, behind the name of the replica that it is about unless it says that itself."""
+    says = re.search(rf"\breplica '?{re.escape(problem.replica)}(?!\w)", problem.message)
+    return f"replica {problem.replica}: {problem.message}" if problem.replica and not says else problem.message

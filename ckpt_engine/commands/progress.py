@@ -16,6 +16,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from ckpt_engine.commands.asking import with_replica
 from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.message_json import as_dict
 from ckpt_engine.core.names import printable
@@ -94,7 +95,7 @@ def refusal_exit(command: str, error: CkptEngineError, json_output: bool) -> typ
     if json_output:
         typer.echo(json.dumps({"ok": False, "problem": as_dict(error.problem)}))
     else:
-        typer.echo(f"ckpt-engine {command}: {error.problem.message}", err=True)
+        typer.echo(f"ckpt-engine {command}: {printable(with_replica(error.problem))}", err=True)
     return typer.Exit(error.exit_status)
 
 

@@ -62,7 +62,9 @@ def wants_of(
     found: list[BoxWant] = []
     for piece in plan.pieces:
         if piece.source >= len(plan.sources) or piece.need >= len(needs.needs):
-            raise invalid(f"a piece of the plan names source {piece.source} or need {piece.need}; it lacks one of them")
+            raise invalid(
+                f"a piece of the plan is of source {piece.source} and need {piece.need}, and one of them is missing"
+            )
         edge = plan.sources[piece.source]
         if edge.transport != transport:
             continue

@@ -75,7 +75,9 @@ def _check_ranks(ranks: Sequence[Rank]) -> None:
     """Raises FAILED_PRECONDITION unless each has one device, and all are of one kind."""
     for rank in ranks:
         if len(rank.gpus) > 1:
-            raise precondition(f"{rank.name} publishes weights on {len(rank.gpus)} devices, and is one member with one")
+            raise precondition(
+                f"{rank.name} publishes weights on {len(rank.gpus)} devices; a member of a collective has one"
+            )
     on_cpu = [rank.name for rank in ranks if rank.gpus == {b""}]
     on_gpu = [rank.name for rank in ranks if rank.gpus != {b""}]
     if on_cpu and on_gpu:

@@ -104,7 +104,7 @@ class Visit:
         self._prefills = False
 
     def end(self) -> None:
-        """Ends it. `bounds` do not change after this."""
+        """Ends the visit. `bounds` do not change after this."""
         self.begin()
         self._member.visits.discard(self)
 

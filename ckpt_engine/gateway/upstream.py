@@ -58,7 +58,7 @@ class UnmetError(Exception):
 
     @property
     def may_have_begun(self) -> bool:
-        """Whether the engine may have begun it."""
+        """Whether the engine may have begun to answer the request."""
         return self.reason not in (VERSION_NOT_YET, VERSION_GONE)
 
     def refusal(self) -> RefusedError:

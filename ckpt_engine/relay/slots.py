@@ -110,7 +110,7 @@ class SlotVersion:
 
     @property
     def cells(self) -> frozenset[int]:
-        """The cells of the record that it has."""
+        """The cells of the record that the slot has."""
         return frozenset(atom.cell for atom in self.layout.atoms) - {each.cell for each in self.filled.missing}
 
     def digest(self, atoms: Atoms) -> list[int]:

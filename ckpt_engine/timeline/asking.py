@@ -42,7 +42,7 @@ async def report_of(
             raise error_of(error, manager) from None
         names = [lineage] if lineage else [each.lineage for each in status.lineages]
         if not names:
-            raise not_found("it knows no lineage now: name the one that you mean with --lineage")
+            raise not_found("this manager knows no lineage now: name the one that you mean with --lineage")
         found: list[manager_pb2.UpdateReport] = []
         unknown: list[str] = []
         for name in names:

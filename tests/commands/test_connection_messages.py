@@ -257,7 +257,9 @@ def test_another_service_is_told_as_such() -> None:
 def test_what_a_manager_refuses_names_the_replica_once(capsys: pytest.CaptureFixture[str]) -> None:
     failure_exit("m:1", precondition("nothing can be read", replica="r1"))
     failure_exit("m:1", precondition("there is no replica 'r1'", replica="r1"))
+    failure_exit("m:1", precondition("it is asleep: `ckpt-engine replica wake a`", replica="a"))
     assert capsys.readouterr().err.splitlines() == [
         "manager m:1: replica r1: nothing can be read",
         "manager m:1: there is no replica 'r1'",
+        "manager m:1: replica a: it is asleep: `ckpt-engine replica wake a`",
     ]

@@ -211,7 +211,7 @@ def test_a_manager_that_is_too_old(run: Run, tmp_path: Path) -> None:
             old = run("trace", "1", "--lineage", "run-a", *asked)
         finally:
             server.stop(0).wait(10)
-    assert "it knows no lineage now: name the one that you mean with --lineage" in nobody.output
+    assert "knows no lineage now: name the one that you mean with --lineage" in nobody.output
     assert "does not know this call" in old.output
     assert (nobody.exit_code, old.exit_code) == (1, 1)
 

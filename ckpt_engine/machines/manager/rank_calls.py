@@ -110,8 +110,8 @@ class Gather:
     def no_session(self) -> CkptEngineError:
         """The refusal of a call for a lineage without ranks that could update it."""
         return precondition(
-            f"no rank of lineage {self.lineage!r} has a session with this manager: a rank calls once it was welcomed, "
-            "under the lineage that it said hello with",
+            f"no rank of lineage {self.lineage!r} has a session with this manager: a rank calls while it has one, "
+            "and for the lineage of that session",
             ranks=sorted(self.calls),
         )
 
