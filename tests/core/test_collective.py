@@ -229,5 +229,5 @@ def test_what_cannot_be_is_refused() -> None:
             read_collective_plan(broken)
     plan = WorkerPlan(sources=[PlanSource(source="rank 0", transport="nccl")])
     plan.pieces.add(source=3)
-    with pytest.raises(CkptEngineError, match="names source 3 or need 0; it lacks"):
+    with pytest.raises(CkptEngineError, match="of source 3 and need 0, and one of them is missing"):
         wants_of(plan, request("w", b"", [(0, Box((0,), (1,)))]).needs, 1, {"rank 0": 0}, "nccl")
