@@ -9,7 +9,7 @@ FOR_DEMO := $(VENV)/.installed-for-demo
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 ENGINES ?= vllm sglang routers
-FRAMEWORKS ?= trl verl vllm
+FRAMEWORKS ?= trl verl vllm$(if $(PART), openrlhf)
 
 # Tests start some hundred processes: Python files are compiled once, not in each of them.
 unexport PYTHONDONTWRITEBYTECODE
@@ -43,7 +43,8 @@ test-engines: $(INSTALLED)
 	$(if $(filter-out slow,$(PART)),$(error PART=$(PART): there is PART=slow, and all else without PART))
 	engines/run $(ENGINES) -- $(BIN)/python -m pytest -m "engine and not gpu and $(if $(PART),,not )slow" --timeout=1200 $(call FILES_AT_A_TIME,2) $(ARGS)
 
-# Real training frameworks, with replicas of the reference engine and of vLLM. PART=slow: Ray of several nodes, which die.
+# Real training frameworks, with replicas of the reference engine and of vLLM. PART=slow: Ray of several nodes, which die;
+# and OpenRLHF, whose environment is made for this part only.
 test-frameworks: $(INSTALLED)
 	$(if $(filter-out slow,$(PART)),$(error PART=$(PART): there is PART=slow, and all else without PART))
 	engines/run $(FRAMEWORKS) -- $(BIN)/python -m pytest tests/frameworks -m "$(if $(PART),,not )slow" --timeout=1200 $(ARGS)

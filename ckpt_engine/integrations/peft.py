@@ -10,6 +10,11 @@ import torch
 _WRAPPERS = ("base_model.model.", ".base_layer", ".modules_to_save.default")
 
 
+def publishable(model: Any) -> Any:
+    """What to publish of a model: itself; for one with adapters a callable that merges them at each update."""
+    return merged(model) if hasattr(model, "merge_adapter") and hasattr(model, "peft_config") else model
+
+
 def merged(model: Any) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
     """A callable for `Trainer.publish` of a PeftModel. At each update it merges the adapters into the base weights,
     yields these under the names of the base model's checkpoint, and takes the adapters out again.

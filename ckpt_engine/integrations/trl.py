@@ -19,7 +19,8 @@ import torch
 from transformers import TrainerCallback
 
 from ckpt_engine import UpdateReport
-from ckpt_engine.integrations.peft import merged
+from ckpt_engine.integrations.peft import publishable
+from ckpt_engine.integrations.sampling import without_neutral
 from ckpt_engine.integrations.updates import RankUpdates
 
 SEED_BITS = 62
@@ -40,7 +41,7 @@ class UpdateCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Publishes, and updates from the weights that training begins with."""
         if not self._updates.opened:
-            self._updates.open(_publishable(model), rank=args.process_index, world_size=args.world_size)
+            self._updates.open(publishable(model), rank=args.process_index, world_size=args.world_size)
         self._updates.bring(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -86,7 +87,7 @@ class Rollouts:
         """One completion for each prompt: prompt_ids, completion_ids, logprobs (of the sampled tokens, natural)."""
         if not self._updates.opened:
             self._updates.open(
-                _publishable(trainer.accelerator.unwrap_model(trainer.model)),
+                publishable(trainer.accelerator.unwrap_model(trainer.model)),
                 rank=trainer.accelerator.process_index,
                 world_size=trainer.accelerator.num_processes,
             )
@@ -204,11 +205,6 @@ def _other_weights(response: httpx.Response, choice: dict[str, Any], served: Upd
     return ""
 
 
-def _publishable(model: Any) -> Any:
-    """The model itself; for one with adapters a callable that merges them at each update."""
-    return merged(model) if hasattr(model, "merge_adapter") and hasattr(model, "peft_config") else model
-
-
 def _ids(prompt: Any, trainer: Any) -> list[int]:
     """Token ids of a text, or of a conversation under the model's chat template."""
     tokenizer = trainer.processing_class
@@ -220,10 +216,9 @@ def _ids(prompt: Any, trainer: Any) -> list[int]:
 def _sampling(trainer: Any) -> dict[str, Any]:
     """The trainer's sampling arguments. Neutral ones are left out, since not all servers know each."""
     args = trainer.args
-    options = {"max_tokens": args.max_completion_length, "temperature": args.temperature}
-    for name, nothing in (("top_p", (None, 1.0)), ("top_k", (None, 0, -1)), ("repetition_penalty", (None, 1.0))):
-        if getattr(args, name) not in nothing:
-            options[name] = getattr(args, name)
-    if args.min_p:
-        options["min_p"] = args.min_p
-    return options
+    names = ("top_p", "top_k", "min_p", "repetition_penalty")
+    return {
+        "max_tokens": args.max_completion_length,
+        "temperature": args.temperature,
+        **without_neutral({name: getattr(args, name) for name in names}),
+    }

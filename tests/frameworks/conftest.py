@@ -13,15 +13,22 @@ from tests.tiny_model import make_tiny_qwen3
 
 _HERE = Path(__file__).parent
 
+NEEDS = {
+    "test_openrlhf": "CKPT_ENGINE_OPENRLHF_PYTHON",
+    "test_verl": "CKPT_ENGINE_VERL_PYTHON",
+    "test_ray": "CKPT_ENGINE_VERL_PYTHON",  # it has Ray, too
+    "": "CKPT_ENGINE_TRL_PYTHON",
+}
+"""The variable without which a test is skipped, by how its file's name begins."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _HERE in item.path.parents:
             item.add_marker("framework")
-            needs = "verl" if item.path.stem.startswith(("test_verl", "test_ray")) else "TRL"  # which brings Ray
-            variable = f"CKPT_ENGINE_{needs.upper()}_PYTHON"
+            variable = next(name for start, name in NEEDS.items() if item.path.stem.startswith(start))
             if variable not in os.environ:
-                item.add_marker(pytest.mark.skip(reason=f"{variable} names no Python that has {needs}"))
+                item.add_marker(pytest.mark.skip(reason=f"{variable} is not set; `engines/run` sets the Pythons"))
 
 
 @pytest.fixture(scope="module")

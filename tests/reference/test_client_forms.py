@@ -281,12 +281,20 @@ def test_what_would_change_the_meaning_is_refused(body: dict[str, Any], named: s
         ({"prompt": [1], "top_k": 20}, "top_k"),
         ({"prompt": [1], "response_format": {"type": "json_object"}}, "response_format"),
         ({"prompt": [1], "max_tokens": 0}, "max_tokens"),
+        ({"prompt": [1], "min_tokens": 2}, "min_tokens"),
+        ({"prompt": [1], "min_tokens": 1, "stop_token_ids": [3]}, "min_tokens"),
     ],
 )
 def test_completions_that_would_mean_something_else_are_refused(body: dict[str, Any], named: str) -> None:
     with pytest.raises(ValidationError) as refused:
         CompletionBody.model_validate(body)
     assert named in str(refused.value)
+
+
+@pytest.mark.parametrize("least", [0, 1])
+def test_an_answer_that_nothing_ends_has_a_token(least: int) -> None:
+    (one,) = CompletionBody.model_validate({"prompt": [1], "min_tokens": least}).generations(512)
+    assert not one.stop_tokens
 
 
 def test_no_limit_means_what_the_model_has_room_for() -> None:

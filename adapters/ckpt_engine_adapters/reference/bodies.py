@@ -72,6 +72,8 @@ COMPLETION_REFUSED = fields(
     response_format=(None, {"type": "text"}),
     thinking_token_budget=(None, -1),
 )
+_WITHOUT_STOPS = {**COMPLETION_REFUSED, "min_tokens": (None, 0, 1)}
+"""Where no token ends an answer early, each has one token at least."""
 
 
 def _prompts(value: Any) -> Any:
@@ -224,7 +226,8 @@ class CompletionBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _usable(cls, values: Any) -> Any:
-        return without(values, COMPLETION_REFUSED)
+        stops = isinstance(values, dict) and values.get("stop_token_ids")
+        return without(values, COMPLETION_REFUSED if stops else _WITHOUT_STOPS)
 
     def generations(self, max_positions: int) -> list[Generation]:
         """Samples of one prompt stand together."""

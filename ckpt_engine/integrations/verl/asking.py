@@ -14,6 +14,7 @@ from verl.workers.rollout.replica import TokenOutput
 from ckpt_engine.channel import ManagerStub, open_channel
 from ckpt_engine.core.json_text import load_json
 from ckpt_engine.core.problems import CkptEngineError, deadline, error, invalid
+from ckpt_engine.integrations.sampling import without_neutral
 from ckpt_engine.integrations.verl.options import Options
 from ckpt_engine.leader import reached
 from ckpt_engine.v1 import manager_pb2
@@ -22,17 +23,6 @@ from ckpt_engine.v1.weights_pb2 import Problem
 POLL_SECONDS = 0.5
 CALL_SECONDS = 10.0
 ADMITTED = "x-ckpt-engine-admitted-version"
-NEUTRAL: Mapping[str, Sequence[Any]] = {
-    "top_p": (None, 1.0),
-    "top_k": (None, 0, -1),
-    "min_p": (None, 0.0),
-    "repetition_penalty": (None, 1.0),
-    "frequency_penalty": (None, 0.0),
-    "presence_penalty": (None, 0.0),
-}
-"""Sampling parameters that change nothing with these values: left out, since not all servers know each."""
-
-
 ENDS = {"stop": "completed", "length": "completed", "abort": "aborted", None: "aborted"}
 """Engines' finish reasons to verl's; others stay. None: the request was cut, or broke off. verl's client asks for the
 rest of an "aborted" answer."""
@@ -127,7 +117,7 @@ class ReplicaActor:
         return await task
 
     def _body(self, prompt: list[int], sampling: Mapping[str, Any]) -> dict[str, Any]:
-        options = {name: value for name, value in sampling.items() if value not in NEUTRAL.get(name, ())}
+        options = without_neutral(sampling)
         limits = options.pop("max_tokens", None), options.pop("max_new_tokens", None)
         most = next((each for each in limits if each is not None), None)
         if most is None:
