@@ -171,6 +171,8 @@ def _choose(places: Sequence[tuple[ShelfPlace, WorkerSlot]], identity: weights_p
         place, word = places[number]
         oldest = word.identity
         assert oldest is not None
+        if place.used():
+            continue
         word.dirty(word.epoch)  # no further request begins to use it
         if not place.used():
             return number

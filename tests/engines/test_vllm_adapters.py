@@ -206,12 +206,12 @@ def test_commands_and_the_gateway_know_adapters(world: World, tmp_path: Path) ->
             world.note(f"policy@{report.version}", model)
             numbers.append(report.version)
     first, second = numbers
-    assert relay.held == numbers
+    eventually("the relay holds both", 120, lambda: set(relay.held) == set(numbers))
     replicas = {each["name"]: each for each in json.loads(command("status", "--json"))["replicas"]}
-    assert replicas["vllm.policy"]["identity"]["version"] == second
+    assert int(replicas["vllm.policy"]["identity"]["version"]) == second
     assert replicas["vllm"]["identity"]["lineage"] == "base"
     held = json.loads(command("version", "list", "--lineage", "policy", "--json"))
-    assert {first, second} <= {each["version"] for each in held}, held
+    assert {first, second} <= {int(each["identity"]["version"]) for each in held}, held
     command("trace", str(second), "--lineage", "policy", "--output", str(tmp_path / "trace.json"))
     assert "vllm.policy" in (tmp_path / "trace.json").read_text()
     with running_gateway(tmp_path / "gateway.log", "--manager", world.cluster.address) as gateway:
