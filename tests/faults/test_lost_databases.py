@@ -65,6 +65,7 @@ def ended(world: LeaderWorld) -> None:
     assert answer.get("ok"), answer
 
 
+@pytest.mark.hours
 def test_a_database_that_restarts_or_is_away_for_a_while_ends_no_update(world: ReplicatedWorld) -> None:
     assert not world.update_all()
     with transferring(world):
