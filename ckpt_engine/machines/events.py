@@ -46,6 +46,7 @@ from ckpt_engine.machines.ledger_tasks import RecordIntent as RecordIntent
 from ckpt_engine.machines.ledger_tasks import RecordOutcome as RecordOutcome
 from ckpt_engine.machines.ledger_tasks import RecordRelease as RecordRelease
 from ckpt_engine.machines.ledger_tasks import SpendEpoch as SpendEpoch
+from ckpt_engine.machines.ledger_tasks import StoredSeal as StoredSeal
 from ckpt_engine.machines.relay.tasks import ChunksPassed as ChunksPassed
 from ckpt_engine.machines.relay.tasks import FillingProgress as FillingProgress
 from ckpt_engine.machines.relay.tasks import StopFilling as StopFilling

@@ -20,6 +20,14 @@ class SpendEpoch:
 
 
 @dataclass(frozen=True)
+class StoredSeal:
+    """How a version was sealed, as the ledger has it."""
+
+    fill: int  # epoch of the fill fence under which its ranks sealed it; 0: unknown
+    record: manager_pb2.BlobRef | None  # its SealedRecord; None: there is none, or it is too large for the ledger
+
+
+@dataclass(frozen=True)
 class RecordIntent:
     """Stores an intent. Result of Ledger.record_intent: None, once it is on the disk."""
 
@@ -30,6 +38,8 @@ class RecordIntent:
     # late replica is brought to what it was to serve already.
     selection: tuple[str, ...] = ()
     deployment: manager_pb2.Deployment | None = None  # its row with this commit; None: it is of no deployment
+    seal: StoredSeal | None = None  # of the version, to be stored with the commit; None: what is stored stays
+    keeps: tuple[Version, ...] = ()  # versions of which the ledger keeps the seals, if one is stored now
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ class HelloState:
     cluster: str  # that it last served
     epoch: int  # of the highest fill fence that it has obeyed
     held: Sequence[manager_pb2.Held]  # what it offers, as stored with the manager
+    sealed: weights_pb2.Fence | None = None  # of the last command to seal what it offers; None: there was none
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class OfferingMachine:
         self._sealing = manager_pb2.Seal()
         self._seal_came = 0.0
         self._sealed: manager_pb2.Sealed | None = None
+        self._sealed_under: weights_pb2.Fence | None = None  # see HelloState.sealed
 
     def handle(self, event: TrainerEvent, now: float) -> list[TrainerCommand]:
         """Takes one event and says what is to be done."""
@@ -125,7 +127,7 @@ class OfferingMachine:
         stored = tuple(zip(self._offered or (), self._held or (), strict=False))
         remaining = tuple(held for version, held in stored if version in offered)
         less = len(remaining) == len(offered) < len(stored)
-        self._offered, self._held, self._decided = offered, None, False
+        self._offered, self._held, self._decided, self._sealed_under = offered, None, False, None
         if less and self._session.welcomed:
             # Nothing is to be stored, so the manager hears what is given up before anything else happens to it.
             self._puts += 1
@@ -186,7 +188,7 @@ class OfferingMachine:
         return self._epoch
 
     def _hello_state(self) -> HelloState:
-        return HelloState(self._session.cluster, self._obeyed(), self._held or ())
+        return HelloState(self._session.cluster, self._obeyed(), self._held or (), self._sealed_under)
 
     def _hello(self) -> ProtobufMessage:
         return self.kind.hello(self._hello_state())
@@ -264,6 +266,8 @@ class OfferingMachine:
         self._seals += 1
         self._sealed = None
         self._sealing, self._seal_came = seal, self._session.heard_at
+        if not seal.keep:
+            self._sealed_under = seal.fence
         task = SealSource(seal.fence.epoch, seal.version, seal.atoms, seal.keep, bounded(seal.deadline_seconds))
         self._out.append(Run(("seal", self._seals), task))
 

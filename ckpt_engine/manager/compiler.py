@@ -5,8 +5,9 @@ Runs on one thread of its own, never two calls at once. It chooses no transport:
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Generic, TypeVar, cast
@@ -25,6 +26,7 @@ from ckpt_engine.core.sealed import check_replicas, expected_blob
 from ckpt_engine.core.sealed_record import ProvenRecord, RecordWriter, finer_atoms, read_record, seal_from_record
 from ckpt_engine.core.topology import choose_transport
 from ckpt_engine.core.transports import transport_kinds
+from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import (
     Combined,
     CombineSeals,
@@ -37,10 +39,12 @@ from ckpt_engine.machines.events import (
     PlanWorker,
     Published,
     SourceOffer,
+    StoredSeal,
     WorkerKey,
 )
 from ckpt_engine.manager.blobs import BlobStore, describe
 from ckpt_engine.manager.collective import plan_together
+from ckpt_engine.manager.ledger import SealEntry
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 KEPT_PUBLICATIONS = 8
@@ -48,6 +52,8 @@ KEPT_PLANS = 8
 KEPT_RECORDS = 2
 """More than one of each, since runs alternate on one manager, and so do a late replica alone and all replicas together.
 Each relay has a publication and plans for each of its slots."""
+
+log = logging.getLogger("ckpt_engine.manager")
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -163,6 +169,26 @@ class Compiler:
         if len(tables) == len(good):
             self._publications.put(key, published)
         return Joined(published, records[0], refused)
+
+    def stored(self, record: manager_pb2.BlobRef | None) -> bytes | None:
+        """A record's bytes, for the ledger. Any thread may call it. Raises NOT_FOUND if its blob is not stored here."""
+        return None if record is None else self._blobs.get(record)
+
+    def take_seals(self, entries: Mapping[Version, SealEntry]) -> dict[Version, StoredSeal]:
+        """Stores the records that the ledger has as blobs, of versions to whose root they hash. Others are logged, and
+        these versions are without a record."""
+        return {identity: self._take_seal(identity, entry) for identity, entry in entries.items()}
+
+    def _take_seal(self, identity: Version, entry: SealEntry) -> StoredSeal:
+        if entry.record is None:
+            return StoredSeal(entry.fill, None)
+        try:
+            ref = self._blobs.put(entry.record)
+            self._recorded(ref, identity.root)
+        except CkptEngineError as error:
+            log.warning("the ledger's sealed record of %s is not used: %s", identity, error.problem.message)
+            return StoredSeal(0, None)
+        return StoredSeal(entry.fill, ref)
 
     def _published(self, publication: Publication, refs: Sequence[manager_pb2.BlobRef]) -> Published:
         return Published(

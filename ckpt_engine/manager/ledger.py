@@ -4,20 +4,23 @@ It decides which statements make each of these durable, in tables in an SQLite f
 (`ledger_file.py`), or in a PostgreSQL database that several share (`ledger_database.py`). It does not decide which
 manager may write: the store does, in every transaction.
 
-It stores intents, reports, which version each replica should serve, which replicas operators hold, and staged
-deployments. What replicas do serve is never stored: only the workers know that. All statements run on one thread of the
-ledger's own, in the order of the calls, so the event loop never waits for a disk.
+It stores intents, reports, which version each replica should serve, how these versions were sealed, which replicas
+operators hold, and staged deployments. What replicas do serve is never stored: only the workers know that. All
+statements run on one thread of the ledger's own, in the order of the calls, so the event loop never waits for a disk.
 
 Its size is bounded: it keeps the newest ``KEPT_REPORTS`` reports with their intents. Of older ones it keeps the last
-intent of each lineage and every commit that is still some replica's newest.
+intent of each lineage and every commit that is still some replica's newest. Sealed records it keeps of the versions
+that are to be served and of those before them, compressed, of at most ``MOST_RECORD_BYTES`` each.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import time
+import zlib
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -44,7 +47,21 @@ OF_HIGHEST = (
 KEPT_REPORTS = 1000
 """A report of 64 replicas of 8 workers takes some 130 kB: the file stays below 130 MB even then."""
 
+MOST_RECORD_BYTES = 16 << 20
+"""Of a compressed record. That of 8 billion parameters in 400 tensors has 7 to 150 kB, by how finely they are cut; of
+235 billion in 36,000 tensors 0.5 to 12 MB (a quarter to a half of what they are uncompressed)."""
+
+log = logging.getLogger("ckpt_engine.manager")
+
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SealEntry:
+    """How a version was sealed."""
+
+    fill: int  # epoch of the fill fence under which its ranks sealed it; 0: unknown
+    record: bytes | None  # a serialised SealedRecord; None: there is none, or it is too large to be stored
 
 
 @dataclass(frozen=True)
@@ -141,8 +158,11 @@ class Ledger:
         identity: Version,
         selection: Sequence[str] = (),
         deployment: manager_pb2.Deployment | None = None,
+        seal: SealEntry | None = None,
+        keeps: Sequence[Version] = (),
     ) -> None:
-        """Stores what is about to be installed, and spends its epoch. selection, deployment: see events.RecordIntent.
+        """Stores what is about to be installed, and spends its epoch. All but epoch and identity: see
+        events.RecordIntent.
 
         Also raises FAILED_PRECONDITION, storing nothing, if the lineage has used the number for another root.
         """
@@ -167,7 +187,12 @@ class Ledger:
                 )
             if deployment is not None:
                 _store(run, deployment)
+            if seal is not None:
+                _store_seal(run, identity, seal.fill, record, keeps)
 
+        record = None
+        if seal is not None and seal.record is not None:
+            record = await asyncio.get_running_loop().run_in_executor(self._thread, _compressed, identity, seal.record)
         await self._write(epoch, statements)
 
     async def record_deployment(self, row: manager_pb2.Deployment) -> None:
@@ -213,8 +238,27 @@ class Ledger:
     async def record_forgotten(self, lineage: str, epoch: int) -> None:
         """Stores that intents of a lineage up to this epoch no longer say what replicas should serve. Their numbers
         stay taken, and their reports are kept like others."""
-        forget = "DELETE FROM meant WHERE lineage = ? AND epoch <= ?"
-        await self._write(0, lambda run: run.execute(forget, (lineage, epoch)))
+
+        def statements(run: Statements) -> None:
+            run.execute("DELETE FROM meant WHERE lineage = ? AND epoch <= ?", (lineage, epoch))
+            run.execute(
+                "DELETE FROM seals WHERE lineage = ? AND version NOT IN "
+                "(SELECT version FROM intents WHERE lineage = ? AND epoch > ?)",
+                (lineage, lineage, epoch),
+            )
+
+        await self._write(0, statements)
+
+    async def seals(self, identities: Sequence[Version]) -> dict[Version, SealEntry]:
+        """How these versions were sealed, of those of which that is stored."""
+
+        def statements(run: Statements) -> dict[Version, SealEntry]:
+            find = "SELECT fill, record FROM seals WHERE lineage = ? AND version = ? AND root = ?"
+            keys = ((each.lineage, each.number, each.root) for each in identities)
+            found = zip(identities, (run.execute(find, key).fetchone() for key in keys), strict=True)
+            return {each: SealEntry(row[0], _decompressed(each, row[1])) for each, row in found if row is not None}
+
+        return await self._read(statements)
 
     async def holds(self) -> dict[str, OperatorHold]:
         """The replicas that operators hold, by name."""
@@ -398,3 +442,39 @@ def _store(run: Statements, row: manager_pb2.Deployment) -> None:
         "ON CONFLICT (number) DO UPDATE SET undecided = excluded.undecided, deployment = excluded.deployment",
         (row.number, undecided, row.SerializeToString(deterministic=True)),
     )
+
+
+def _compressed(identity: Version, record: bytes) -> bytes | None:
+    """A record as it is stored; None: it is too large."""
+    data = zlib.compress(record, 1)
+    if len(data) <= MOST_RECORD_BYTES:
+        return data
+    log.warning(
+        "the sealed record of %s has %d bytes, compressed, and the ledger takes %d: a manager that is started again "
+        "gets it from relays, or has ranks digest all of that version to bring it to a replica that is late",
+        *(identity, len(data), MOST_RECORD_BYTES),
+    )
+    return None
+
+
+def _decompressed(identity: Version, data: bytes | None) -> bytes | None:
+    try:
+        return None if data is None else zlib.decompress(data)
+    except zlib.error as error:
+        log.warning("the ledger's sealed record of %s is damaged, and not used: %s", identity, error)
+        return None
+
+
+def _store_seal(run: Statements, identity: Version, fill: int, record: bytes | None, keeps: Sequence[Version]) -> None:
+    """Stores how a version was sealed, and deletes what is stored of versions that are not to be kept. A version that
+    was not sealed now (fill: 0) stays as it is stored."""
+    update = "UPDATE SET root = excluded.root, fill = excluded.fill, record = excluded.record"
+    run.execute(
+        "INSERT INTO seals (lineage, version, root, fill, record) VALUES (?, ?, ?, ?, ?) "
+        f"ON CONFLICT (lineage, version) DO {update if fill else 'NOTHING'}",
+        (identity.lineage, identity.number, identity.root, fill, record),
+    )
+    kept = {(each.lineage, each.number) for each in keeps}
+    for lineage, version in run.execute("SELECT lineage, version FROM seals").fetchall():
+        if (lineage, version) not in kept:
+            run.execute("DELETE FROM seals WHERE lineage = ? AND version = ?", (lineage, version))

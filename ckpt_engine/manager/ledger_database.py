@@ -72,6 +72,10 @@ CREATE TABLE meant (replica TEXT PRIMARY KEY, epoch BIGINT NOT NULL, lineage TEX
 CREATE TABLE highest (lineage TEXT PRIMARY KEY, version BIGINT NOT NULL, root BYTEA NOT NULL);
 CREATE TABLE holds (replica TEXT PRIMARY KEY, since DOUBLE PRECISION NOT NULL, reason TEXT NOT NULL);
 CREATE TABLE deployments (number BIGINT PRIMARY KEY, undecided BIGINT NOT NULL, deployment BYTEA NOT NULL);
+CREATE TABLE seals (
+    lineage TEXT NOT NULL, version BIGINT NOT NULL, root BYTEA NOT NULL, fill BIGINT NOT NULL, record BYTEA,
+    PRIMARY KEY (lineage, version)
+);
 CREATE TABLE term (
     number BIGINT NOT NULL, holder TEXT NOT NULL, leader TEXT NOT NULL, until TIMESTAMPTZ NOT NULL,
     seconds DOUBLE PRECISION NOT NULL, writes BIGINT NOT NULL

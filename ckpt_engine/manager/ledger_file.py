@@ -23,7 +23,7 @@ from ckpt_engine.core.problems import CkptEngineError, precondition
 from ckpt_engine.host.owned import unwritable
 from ckpt_engine.manager.ledger_store import Statements
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 APPLICATION_ID = 0x636B7074  # "ckpt", so that `file` and we recognise it
 
 T = TypeVar("T")
@@ -34,6 +34,10 @@ _HOLDS = "CREATE TABLE holds (replica TEXT PRIMARY KEY, since REAL NOT NULL, rea
 _DEPLOYMENTS = (
     "CREATE TABLE deployments "
     "(number INTEGER PRIMARY KEY, undecided INTEGER NOT NULL, deployment BLOB NOT NULL) STRICT;"
+)
+_SEALS = (
+    "CREATE TABLE seals (lineage TEXT NOT NULL, version INTEGER NOT NULL, root BLOB NOT NULL, fill INTEGER NOT NULL, "
+    "record BLOB, PRIMARY KEY (lineage, version)) STRICT;"
 )
 _SCHEMA = f"""
 CREATE TABLE cluster (
@@ -48,6 +52,7 @@ CREATE TABLE outcomes (epoch INTEGER PRIMARY KEY, report BLOB NOT NULL, time REA
 {_HIGHEST}
 {_HOLDS}
 {_DEPLOYMENTS}
+{_SEALS}
 """
 
 _MIGRATIONS = {
@@ -60,6 +65,7 @@ _MIGRATIONS = {
     5: "ALTER TABLE intents ADD COLUMN late INTEGER NOT NULL DEFAULT 0;",
     6: _HOLDS,
     7: _DEPLOYMENTS,
+    8: _SEALS,
 }
 """The script from each schema to the next one."""
 

@@ -240,7 +240,7 @@ class ManagerServer:
             self.ledger.epoch,
             config.deadlines,
             software_version(),
-            await self.ledger.commits(),
+            await tasks.commits(),
             await self.ledger.highest(),
             await self.ledger.identities(),
             await self.ledger.holds(),

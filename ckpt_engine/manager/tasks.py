@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 
 from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.scrub import difference_words
 from ckpt_engine.machines import events
 from ckpt_engine.machines.events import Done, Key
+from ckpt_engine.machines.manager.versions import Commits
 from ckpt_engine.manager.compiler import Compiler
-from ckpt_engine.manager.ledger import Ledger
+from ckpt_engine.manager.ledger import Ledger, SealEntry
 from ckpt_engine.manager.metrics import ManagerMetrics
 from ckpt_engine.shell.tasks import carry_out
 from ckpt_engine.v1 import manager_pb2
@@ -43,6 +46,14 @@ class Tasks:
         """Drops heavy work that has not begun; running work ends by itself."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
+    async def commits(self) -> Commits:
+        """The ledger's commits with the sealed records of their versions, of which those count that hash to the root.
+        Raises as `Ledger.commits`."""
+        commits = await self._ledger.commits()
+        entries = await self._ledger.seals(commits.identities)
+        take = partial(self._compiler.take_seals, entries)
+        return replace(commits, seals=await asyncio.get_running_loop().run_in_executor(self._thread, take))
+
     async def _work(self, task: events.Task) -> object:
         loop = asyncio.get_running_loop()
         match task:
@@ -56,12 +67,13 @@ class Tasks:
                 return await loop.run_in_executor(self._thread, self._compiler.combine, task)
             case events.SpendEpoch(epoch):
                 await self._ledger.spend_epoch(epoch)
-            case events.RecordIntent(epoch, identity, _, selection, deployment):
-                await self._ledger.record_intent(epoch, identity, selection, deployment)
+            case events.RecordIntent(epoch, identity, _, selection, deployment, seal, keeps):
+                entry = None if seal is None else SealEntry(seal.fill, self._compiler.stored(seal.record))
+                await self._ledger.record_intent(epoch, identity, selection, deployment, entry, keeps)
             case events.RecordDeployment(row):
                 await self._ledger.record_deployment(row)
             case events.ReadCommits():
-                return await self._ledger.commits()
+                return await self.commits()
             case events.RecordHold(replica, reason):
                 return await self._ledger.record_hold(replica, reason)
             case events.RecordRelease(replica):

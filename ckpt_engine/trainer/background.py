@@ -51,11 +51,11 @@ _TELL_SECONDS = 8.0
 
 class LostLeaderError(CkptEngineError):
     """Raised for an update whose manager was lost, where several are named. version: that this rank has sealed for it;
-    None: it has not sealed."""
+    None: it has not sealed. sealed: under which fence."""
 
-    def __init__(self, problem: weights_pb2.Problem, version: int | None) -> None:
+    def __init__(self, problem: weights_pb2.Problem, version: int | None, sealed: weights_pb2.Fence) -> None:
         super().__init__(problem)
-        self.version = version
+        self.version, self.sealed = version, sealed
 
 
 class Background:
@@ -76,6 +76,7 @@ class Background:
         self._part = RankPart()
         self._broken = b""  # as RankPart.broken said when this rank sealed last
         self._manifest: manager_pb2.BlobRef | None = None
+        self._cluster = ""  # of the last session
         self._closing = False
         # Guarded by the condition: the machine's last notices.
         self._changed = threading.Condition()
@@ -180,7 +181,8 @@ class Background:
             return call.serve(on_progress, seconds)
         except CkptEngineError as error:
             if error.code == ErrorCode.UNAVAILABLE and names_several(self._address) and self._ended(session):
-                raise LostLeaderError(error.problem, call.version) from None
+                sealed = weights_pb2.Fence(cluster=call.cluster, epoch=call.sealed)
+                raise LostLeaderError(error.problem, call.version, sealed) from None
             raise
         finally:
             self._call = None
@@ -282,7 +284,7 @@ class Background:
         call = self._call
         if call is None:
             raise precondition("this rank does not wait in update_weights, so its weights may be changing")
-        call.sealed, call.version = task.epoch, task.version
+        call.sealed, call.cluster, call.version = task.epoch, self._cluster, task.version
 
         def seal() -> SealFigures:
             self._broken = self._part.broken()
@@ -321,7 +323,7 @@ class Background:
         with self._changed:
             match notice:
                 case SessionOpened(cluster):
-                    self._open, self._lost = True, None
+                    self._open, self._lost, self._cluster = True, None, cluster
                     self._sessions += 1
                     logger.info("connected to the manager at %s (cluster %s)", self._address, cluster)
                 case SessionEnded(problem, final, patience=patience):

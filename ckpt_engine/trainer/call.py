@@ -46,6 +46,8 @@ class CallInFlight:
         """Whether the manager has sent or asked anything: then the update has begun."""
         self.sealed = 0
         """The fill epoch of this call's last seal."""
+        self.cluster = ""
+        """The cluster that this epoch is of."""
         self.version: int | None = None
         """The version that it was sealed as; None: it was not yet."""
         self.end = math.inf

@@ -273,6 +273,7 @@ class Trainer:
                     # Whatever was decided, it was for the version that this rank has sealed, if it has.
                     if lost.version is not None:
                         request.version = lost.version
+                        request.sealed.CopyFrom(lost.sealed)
                     if time.monotonic() + POLL_SECONDS >= end:
                         raise
                     logger.warning("the manager was lost during the update, which goes on with another one: %s", lost)
@@ -283,6 +284,7 @@ class Trainer:
                     logger.info("published in the dtypes that replicas keep: %s", refusal.problem.message)
                     publish, self._republish = self._republish, None
                     self._kept_dtypes.update(refusal.problem.kept)
+                    request.ClearField("sealed")
                     publish()
                 else:
                     self._republish = self._republish if wishes.dry_run else None

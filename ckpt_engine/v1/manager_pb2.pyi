@@ -155,7 +155,7 @@ class HasBlobResponse(_message.Message):
     def __init__(self, present: bool = ...) -> None: ...
 
 class TrainerHello(_message.Message):
-    __slots__ = ("cluster", "lineage", "rank", "world_size", "session_id", "host", "table", "epoch", "digest_format")
+    __slots__ = ("cluster", "lineage", "rank", "world_size", "session_id", "host", "table", "epoch", "digest_format", "sealed")
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -165,6 +165,7 @@ class TrainerHello(_message.Message):
     TABLE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    SEALED_FIELD_NUMBER: _ClassVar[int]
     cluster: str
     lineage: str
     rank: int
@@ -174,7 +175,8 @@ class TrainerHello(_message.Message):
     table: BlobRef
     epoch: int
     digest_format: int
-    def __init__(self, cluster: _Optional[str] = ..., lineage: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., session_id: _Optional[str] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., table: _Optional[_Union[BlobRef, _Mapping]] = ..., epoch: _Optional[int] = ..., digest_format: _Optional[int] = ...) -> None: ...
+    sealed: _weights_pb2.Fence
+    def __init__(self, cluster: _Optional[str] = ..., lineage: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., session_id: _Optional[str] = ..., host: _Optional[_Union[_weights_pb2.Host, _Mapping]] = ..., table: _Optional[_Union[BlobRef, _Mapping]] = ..., epoch: _Optional[int] = ..., digest_format: _Optional[int] = ..., sealed: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ...) -> None: ...
 
 class TrainerMessage(_message.Message):
     __slots__ = ("hello", "publish", "sealed", "heartbeat", "goodbye", "took_part")
@@ -1183,7 +1185,7 @@ class SteerDeploymentRequest(_message.Message):
     def __init__(self, number: _Optional[int] = ..., action: _Optional[_Union[SteerDeploymentRequest.Action, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class UpdateWeightsRequest(_message.Message):
-    __slots__ = ("lineage", "rank", "session_id", "version", "options", "adapts", "probe")
+    __slots__ = ("lineage", "rank", "session_id", "version", "options", "adapts", "probe", "sealed")
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -1191,6 +1193,7 @@ class UpdateWeightsRequest(_message.Message):
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     ADAPTS_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
+    SEALED_FIELD_NUMBER: _ClassVar[int]
     lineage: str
     rank: int
     session_id: str
@@ -1198,7 +1201,8 @@ class UpdateWeightsRequest(_message.Message):
     options: UpdateOptions
     adapts: bool
     probe: BlobRef
-    def __init__(self, lineage: _Optional[str] = ..., rank: _Optional[int] = ..., session_id: _Optional[str] = ..., version: _Optional[int] = ..., options: _Optional[_Union[UpdateOptions, _Mapping]] = ..., adapts: bool = ..., probe: _Optional[_Union[BlobRef, _Mapping]] = ...) -> None: ...
+    sealed: _weights_pb2.Fence
+    def __init__(self, lineage: _Optional[str] = ..., rank: _Optional[int] = ..., session_id: _Optional[str] = ..., version: _Optional[int] = ..., options: _Optional[_Union[UpdateOptions, _Mapping]] = ..., adapts: bool = ..., probe: _Optional[_Union[BlobRef, _Mapping]] = ..., sealed: _Optional[_Union[_weights_pb2.Fence, _Mapping]] = ...) -> None: ...
 
 class UpdateFromDirectoryRequest(_message.Message):
     __slots__ = ("directory", "lineage", "version", "options", "check_finite", "draft_directory")

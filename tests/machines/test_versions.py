@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt_engine.core.version import Version
-from ckpt_engine.machines.events import Published
+from ckpt_engine.machines.events import Published, StoredSeal
 from ckpt_engine.machines.manager.goal import Goal, HeldVersion
 from ckpt_engine.machines.manager.versions import EVERYBODY, Commit, Commits, Versions, everybody
 from ckpt_engine.v1 import manager_pb2
@@ -33,11 +33,10 @@ class Manager:
         mode = manager_pb2.PAUSE_MODE_KEEP
         held = HeldVersion(what, None) if late else None
         order = Goal(what.lineage, what.number, PUBLISHED, (), {}, mode, None, selection, end=0.0, held=held)
-        intent = self.versions.intent(self.epoch, what, order, 1.0)
-        if intent.selection:
+        if selection:
             self.last[what.lineage] = Commit(self.epoch, what)
-        self.desired |= dict.fromkeys(intent.selection, Commit(self.epoch, what))
-        self.versions.begin(what, self.epoch, order, None)
+        self.desired |= dict.fromkeys(selection, Commit(self.epoch, what))
+        self.versions.begin(what, self.epoch, order, StoredSeal(0, None))
 
     def restarted(self) -> Versions:
         return Versions.from_ledger(Commits(self.epoch, tuple(self.last.values()), self.desired))
@@ -69,7 +68,7 @@ def test_a_replicas_newest_commit_says_whether_its_draft_keeps_its_weights() -> 
     for number, names, keeps in ((1, frozenset((EVERYBODY,)), True), (2, frozenset("a"), False)):
         mode, what = manager_pb2.PAUSE_MODE_KEEP, identity(number)
         goal = Goal("run", number, PUBLISHED, (), {}, mode, None, names, end=0.0, keeps_draft=keeps)
-        versions.begin(what, number, goal, None)
+        versions.begin(what, number, goal, StoredSeal(0, None))
     assert [versions.keeps_draft(name) for name in "ab"] == [False, True]
     assert not Versions().keeps_draft("a")
 

@@ -19,7 +19,7 @@ from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Found
 from ckpt_engine.machines.manager.state import ManagerState
 from ckpt_engine.machines.manager.versions import EVERYBODY, Commit, Commits
-from ckpt_engine.manager.ledger import Ledger, default_path
+from ckpt_engine.manager.ledger import Ledger, SealEntry, default_path
 from ckpt_engine.manager.ledger_file import APPLICATION_ID, SCHEMA_VERSION
 from ckpt_engine.manager.term import Term
 from ckpt_engine.v1 import manager_pb2, weights_pb2
@@ -282,7 +282,8 @@ async def test_a_ledger_of_the_schema_before_is_taken_over(tmp_path: Path) -> No
         connection.executescript(
             "ALTER TABLE cluster DROP COLUMN generation; ALTER TABLE intents DROP COLUMN selection; "
             "ALTER TABLE intents DROP COLUMN late; "
-            "DROP TABLE meant; DROP TABLE highest; DROP TABLE holds; DROP TABLE deployments; PRAGMA user_version = 1;"
+            "DROP TABLE meant; DROP TABLE highest; DROP TABLE holds; DROP TABLE deployments; "
+            "DROP TABLE seals; PRAGMA user_version = 1;"
         )
     connection.close()
     again = await Ledger.open(path)
@@ -304,7 +305,7 @@ async def test_a_ledger_of_schema_3_knows_whom_updates_were_for(tmp_path: Path) 
     connection = sqlite3.connect(path)
     connection.executescript(
         "ALTER TABLE intents DROP COLUMN late; DROP TABLE meant; DROP TABLE highest; DROP TABLE holds; "
-        "DROP TABLE deployments; "
+        "DROP TABLE deployments; DROP TABLE seals; "
         "PRAGMA user_version = 3;"
     )
     connection.close()
@@ -322,7 +323,7 @@ async def test_a_ledger_of_schema_6_holds_nothing_and_can(tmp_path: Path) -> Non
     path = tmp_path / "ledger.sqlite3"
     await (await Ledger.open(path)).close()
     connection = sqlite3.connect(path)
-    connection.executescript("DROP TABLE holds; DROP TABLE deployments; PRAGMA user_version = 6;")
+    connection.executescript("DROP TABLE holds; DROP TABLE deployments; DROP TABLE seals; PRAGMA user_version = 6;")
     connection.close()
     again = await Ledger.open(path)
     assert await again.holds() == {}
@@ -520,4 +521,59 @@ async def test_an_undone_deployment_of_the_highest_number_outlives_its_report(pl
     await ledger.record_intent(10, identity(3), (EVERYBODY,))
     await ledger.record_outcome(report_of(10))
     assert (await ledger.commits()).deployments == ()
+    await ledger.close()
+
+
+async def test_how_a_version_was_sealed_is_stored_with_its_commit(place: Place) -> None:
+    ledger = await place.open()
+    one, two, three = (identity(number) for number in (1, 2, 3))
+    record = bytes(range(256)) * 999
+    await ledger.record_intent(1, one, (EVERYBODY,), None, SealEntry(7, record), (one,))
+    await ledger.record_intent(2, two, (EVERYBODY,), None, SealEntry(8, b"two"), (one, two))
+    await ledger.record_intent(3, two)  # an attempt
+    assert await ledger.seals([one, two, three]) == {one: SealEntry(7, record), two: SealEntry(8, b"two")}
+    other = Version("run", 2, b"other" * 6)
+    assert await ledger.seals([other]) == {}
+    with pytest.raises(CkptEngineError, match="take a higher version"):
+        await ledger.record_intent(4, other, (EVERYBODY,), None, SealEntry(9, b"other"), (other,))
+    await ledger.close()
+    again = await place.open()
+    assert await again.seals([one, two]) == {one: SealEntry(7, record), two: SealEntry(8, b"two")}
+    await again.record_intent(5, one, (EVERYBODY,), None, SealEntry(0, b"of a relay"), (one, two))  # a rollback
+    assert (await again.seals([one]))[one] == SealEntry(7, record)
+    await again.record_intent(6, three, (EVERYBODY,), None, SealEntry(9, None), (one, three))
+    assert await again.seals([one, two, three]) == {one: SealEntry(7, record), three: SealEntry(9, None)}
+    await again.record_intent(7, three, (EVERYBODY,), None, SealEntry(10, b"three"), (one, three))  # sealed once more
+    assert (await again.seals([three]))[three] == SealEntry(10, b"three")
+    await again.record_forgotten("run", 6)
+    assert await again.seals([one, two, three]) == {three: SealEntry(10, b"three")}, "it was committed again since"
+    await again.record_forgotten("run", 7)
+    assert await again.seals([one, two, three]) == {}
+    await again.close()
+
+
+async def test_a_record_that_is_too_large_does_not_hinder_its_commit(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ckpt_engine.manager.ledger.MOST_RECORD_BYTES", 100)
+    ledger = await place.open()
+    large, small = identity(1), identity(2)
+    await ledger.record_intent(1, large, (EVERYBODY,), None, SealEntry(7, os.urandom(200)), (large,))
+    assert await ledger.seals([large]) == {large: SealEntry(7, None)}
+    assert "the sealed record of version 1 of lineage 'run'" in caplog.text
+    assert "the ledger takes 100" in caplog.text
+    await ledger.record_intent(2, small, (EVERYBODY,), None, SealEntry(8, b"x" * 1000), (large, small))
+    assert (await ledger.seals([small]))[small] == SealEntry(8, b"x" * 1000), "it is stored compressed"
+    await ledger.close()
+
+
+async def test_a_damaged_record_counts_as_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "ledger.sqlite3"
+    ledger = await Ledger.open(path)
+    await ledger.record_intent(1, identity(1), (EVERYBODY,), None, SealEntry(7, b"record"), (identity(1),))
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE seals SET record = x'00ff'")
+    connection.close()
+    assert await ledger.seals([identity(1)]) == {identity(1): SealEntry(7, None)}
+    assert "is damaged, and not used" in caplog.text
     await ledger.close()

@@ -15,6 +15,7 @@ import pytest
 
 from ckpt_engine.core.problems import CkptEngineError, ErrorCode
 from ckpt_engine.core.version import Version
+from ckpt_engine.manager.ledger import SealEntry
 from ckpt_engine.manager.ledger_database import SCHEMA_VERSION, Database, Lead, LostTermError, ledger_of, name_of
 from ckpt_engine.manager.term import Term
 from ckpt_engine.shell.tasks import TaskFailedError
@@ -23,7 +24,7 @@ from tests import postgresql as servers
 from tests.postgresql import PASSWORD, USER, Server
 from tests.waiting import until
 
-ONE = Version("run", 1, bytes(32))
+ONE, TWO = Version("run", 1, bytes(32)), Version("run", 2, bytes(32))
 
 
 @asynccontextmanager
@@ -68,7 +69,7 @@ async def test_a_manager_whose_term_was_taken_writes_nothing_more(postgresql: Se
         report.fence.epoch = 1
         writes: list[Callable[[], object]] = [
             lambda: ledger.spend_epoch(9),
-            lambda: ledger.record_intent(9, Version("run", 2, bytes(32))),
+            lambda: ledger.record_intent(9, TWO, ["a"], None, SealEntry(8, b"record"), [ONE, TWO]),
             lambda: ledger.record_outcome(report),
             lambda: ledger.record_hold("a", ""),
             lambda: ledger.record_release("a"),

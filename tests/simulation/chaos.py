@@ -14,6 +14,7 @@ from tests.simulation.ledgers import LedgerFaults
 from tests.simulation.members import AgentShell, MemberShell
 from tests.simulation.nodes import Site
 from tests.simulation.shell import Shell
+from tests.simulation.terms import TermFaults
 from tests.simulation.world import Steps
 
 if TYPE_CHECKING:
@@ -106,7 +107,9 @@ class Chaos:
                 actions += [self.relay_restarts, self.network_is_cut, self.network_is_cut]
             if self.scenario.slant.nodes:
                 actions += [self.follower_restarts, self.follower_stops, self.follower_is_cut_off] * 2
-            if self.scenario.ledger_faults or self.scenario.slant.often:
+            if self.scenario.slant.standby:
+                actions += [*TermFaults(self.scenario).actions(), LedgerFaults(self.scenario).disk_is_full]
+            elif self.scenario.ledger_faults or self.scenario.slant.often:
                 actions += LedgerFaults(self.scenario).actions()
         often = [action for action in actions if action.__name__ in self.scenario.slant.often]
         return actions + often * (len(actions) // len(often)) if often else actions

@@ -42,6 +42,8 @@ class Healed:
         self.world.note("the world heals")
         for name, value in vars(Faults()).items():
             setattr(self.scenario.faults, name, value)
+        self.scenario.ledger.unreachable.clear()
+        self.scenario.ledger.slow = 0.0
         for group in self.scenario.groups:
             if not group.gone:
                 self.scenario.end_group(group, in_good_order=True)

@@ -247,6 +247,8 @@ class Invariants:
         """Every command of a manager, before it is performed."""
         if self.scenario.chaos is not None:
             self.scenario.chaos.seen(command)
+        if manager.ledger.term and manager.generation != manager.ledger.generation:
+            raise BrokenPromiseError(f"former leader {manager.generation} does {command}")
         self.mechanism.command(manager, command)
         self.waves.command(manager, command)
         match command:

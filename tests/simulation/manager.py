@@ -19,8 +19,9 @@ from ckpt_engine.machines.manager.versions import Commit, Commits
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 from tests.simulation.hosts import locator_of, ways
 from tests.simulation.shell import Faults, Shell, Stream
+from tests.simulation.terms import keep, way
 from tests.simulation.weights import SLICES, Blobs, Truth
-from tests.simulation.world import Signal, Steps, World
+from tests.simulation.world import BrokenPromiseError, Signal, Steps, World
 
 KEEP_SECONDS = 2.0
 """How long a blob is kept that nobody needs: between its upload and the message that names it."""
@@ -33,13 +34,19 @@ if TYPE_CHECKING:
 class Ledger:
     """What survives the manager. refuses: what its disk says to every write; empty if it works.
 
-    generation: rises with every manager that opens it. One that lost its lock, so that another could, is fenced off.
+    generation: rises with every manager that opens it. One that lost its lock, or its term, is fenced off.
+    term: how long a term lasts of a ledger that managers share; 0: it is a file. until: when the present one ends.
+    unreachable: generations of managers that do not reach it. slow: how often a way there takes long.
     """
 
     cluster: str = "cluster-1"
     epoch: int = 0
     generation: int = 0
     refuses: str = ""
+    term: float = 0.0
+    until: float = 0.0
+    unreachable: set[int] = field(default_factory=set)
+    slow: float = 0.0
     intents: dict[int, Version] = field(default_factory=dict)
     desired: dict[str, Commit] = field(default_factory=dict)
     highest: dict[str, Version] = field(default_factory=dict)
@@ -47,21 +54,33 @@ class Ledger:
     late: set[int] = field(default_factory=set)
     holds: dict[str, OperatorHold] = field(default_factory=dict)
     deployments: dict[int, manager_pb2.Deployment] = field(default_factory=dict)
+    seals: dict[Version, tuple[int, dict[str, str]]] = field(default_factory=dict)  # fill epoch and record, by version
     promised: dict[str, int] = field(default_factory=dict)  # replicas of which an operator was told that they are held,
     # since which epoch; until somebody asks for their release
 
-    def open(self) -> int:
+    def open(self, now: float) -> int:
         """Takes it over; raises FAILED_PRECONDITION if it cannot be written."""
-        self.check(self.generation)
+        if self.refuses:
+            raise precondition(f"the ledger cannot be written: {self.refuses}")
+        self.until = now + self.term
         self.generation += 1
         return self.generation
 
-    def check(self, generation: int) -> None:
+    def check(self, generation: int, now: float) -> None:
         """Raises FAILED_PRECONDITION for a write that the disk refuses, or of a manager that was fenced off."""
-        if self.refuses:
-            raise precondition(f"the ledger cannot be written: {self.refuses}")
-        if generation != self.generation:
-            raise precondition("another manager has taken this ledger over")
+        if self.refuses or generation in self.unreachable:
+            raise precondition(f"the ledger cannot be written: {self.refuses or 'it does not answer'}")
+        if generation != self.generation or (self.term and now >= self.until):
+            raise precondition("another manager has taken this ledger over, or may")
+
+    def renew(self, generation: int, now: float) -> bool:
+        """Has a term last from now on, if that manager still has it. Returns whether it has."""
+        try:
+            self.check(generation, now)
+        except CkptEngineError:
+            return False
+        self.until = now + self.term
+        return True
 
     def copied(self) -> Ledger:
         """A copy as an operator makes it, to be put back some day."""
@@ -75,6 +94,7 @@ class Ledger:
             late=set(self.late),
             holds=dict(self.holds),
             deployments=dict(self.deployments),
+            seals=dict(self.seals),
             promised={name: epoch for name, epoch in self.promised.items() if name in self.holds},
         )
 
@@ -118,19 +138,20 @@ class ManagerShell(Shell):
         took: Callable[[ManagerShell, object], None],
         machine: type[ManagerMachine] = ManagerMachine,
     ) -> None:
-        self.generation = ledger.open()
+        self.generation = ledger.open(world.now)
+        self.term_end = ledger.until if ledger.term else float("inf")  # as it knows by its own clock
         highest = tuple(ledger.highest.values())
+        self.truth, self.ledger, self.watch, self.took = truth, ledger, watch, took
+        self.blobs = Blobs(world)
         made = machine(
             *(ledger.cluster, ledger.epoch, deadlines),
-            commits=ledger.commits(),
+            commits=self._commits(),
             highest=highest,
             identities=tuple(ledger.intents.values()),
             holds=dict(ledger.holds),
         )
         super().__init__(world, faults, "manager", made)
         self.machine: ManagerMachine
-        self.truth, self.ledger, self.watch, self.took = truth, ledger, watch, took
-        self.blobs = Blobs(world)
         self.streams: dict[Peer, Stream] = {}
         self.calls: dict[Call, OpenCall] = {}
         self.sleep_calls: dict[Call, Signal] = {}
@@ -139,10 +160,12 @@ class ManagerShell(Shell):
         self._names = 0
         self._writes: list[Signal] = []
         self._processes.append(world.spawn(self._collect_garbage()))
+        if ledger.term:
+            self._processes.append(world.spawn(keep(self)))
 
     def _collect_garbage(self) -> Steps:
         """Drops blobs that nobody has touched for a while and that the machine does not name as in use."""
-        while True:
+        while self.alive:
             yield KEEP_SECONDS / 4
             used = {ref.digest for refs in self.machine.blobs_in_use().values() for ref in refs}
             self.blobs.drop(used, self.world.now - KEEP_SECONDS)
@@ -151,9 +174,28 @@ class ManagerShell(Shell):
     def feed(self, event: object) -> None:
         """Hands an event to the machine, performs what it says, and lets invariants look."""
         taken = self._held is None
+        if taken and self.alive and not self.leads:
+            self.stand_down()
         super().feed(event)
         if taken and self.alive:
             self.took(self, event)
+
+    @property
+    def leads(self) -> bool:
+        """Whether it may decide anything, as it knows by its own clock."""
+        return self.world.now < self.term_end
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it is stopped now."""
+        return self._held is not None
+
+    def stand_down(self) -> None:
+        """Ends all sessions and calls. What it has sent to the ledger may still come there."""
+        if self.alive:
+            self.world.note(f"leader {self.generation} stands down")
+            self.alive = False
+            self._end_all()
 
     @property
     def clock(self) -> float:
@@ -174,6 +216,9 @@ class ManagerShell(Shell):
     def crash(self) -> None:
         """All streams and calls end."""
         super().crash()
+        self._end_all()
+
+    def _end_all(self) -> None:
         for stream in self.streams.values():
             stream.break_off("the manager was killed")
         for call in self.calls.values():
@@ -304,8 +349,13 @@ class ManagerShell(Shell):
             case events.SpendEpoch(epoch):
                 yield from self._written()
                 self.ledger.epoch = max(self.ledger.epoch, epoch)
-            case events.RecordIntent(epoch, identity, _, selection, deployment):
+            case events.RecordIntent(epoch, identity, _, selection, deployment, seal, keeps):
+                record = None if seal is None or seal.record is None else self.blobs.get_json(seal.record)
                 yield from self._written()
+                if seal is not None:
+                    if record is not None and (seal.fill or identity not in self.ledger.seals):
+                        self.ledger.seals[identity] = seal.fill, record
+                    self.ledger.seals = {each: kept for each, kept in self.ledger.seals.items() if each in keeps}
                 self.ledger.intents[epoch] = identity
                 self.ledger.late |= set() if selection else {epoch}
                 if identity.number >= self.ledger.highest.get(identity.lineage, identity).number:
@@ -325,7 +375,7 @@ class ManagerShell(Shell):
                 while any(not write.ready for write in self._writes):  # the ledger does one thing after the other
                     yield 0.01
                 yield from self._written()
-                return self.ledger.commits()
+                return self._commits()
             case events.RecordHold(replica, reason):
                 yield from self._written()
                 since = self.ledger.holds[replica].since if replica in self.ledger.holds else self.world.now
@@ -336,6 +386,7 @@ class ManagerShell(Shell):
                 self.ledger.holds.pop(replica, None)
             case events.RecordForgotten(lineage, epoch):
                 yield from self._written()
+                self.ledger.seals = {each: kept for each, kept in self.ledger.seals.items() if each.lineage != lineage}
                 for name, commit in list(self.ledger.desired.items()):
                     if commit.identity.lineage == lineage and commit.epoch <= epoch:
                         del self.ledger.desired[name]
@@ -359,6 +410,14 @@ class ManagerShell(Shell):
                 return self._combine(task)
         return None
 
+    def _commits(self) -> Commits:
+        """The ledger's commits, with the records that hash to the roots of their versions."""
+        commits = self.ledger.commits()
+        known = {each: self.ledger.seals[each] for each in commits.identities if each in self.ledger.seals}
+        good = {each: kept for each, kept in known.items() if self.truth.hash(kept[1]) == each.root}
+        seals = {each: events.StoredSeal(fill, self.blobs.put_json(record)) for each, (fill, record) in good.items()}
+        return replace(commits, seals=seals)
+
     def _find(self, lineage: str, version: int) -> events.Found:
         asked = {epoch: each.number for epoch, each in self.ledger.intents.items() if each.lineage == lineage}
         last = [number for epoch, number in sorted(asked.items(), reverse=True) if epoch not in self.ledger.late]
@@ -367,8 +426,10 @@ class ManagerShell(Shell):
         return events.Found(epoch, None if epoch is None else self.ledger.reports.get(epoch), tuple(last[:4]))
 
     def _written(self) -> Steps:
-        yield self.world.between(0.001, 0.02)
-        self.ledger.check(self.generation)
+        yield way(self.world, self.ledger.slow)
+        self.ledger.check(self.generation, self.world.now)
+        if self.ledger.term and self.generation != self.ledger.generation:
+            raise BrokenPromiseError(f"former leader {self.generation} writes to the ledger")
 
     def _on_disk(self, table: manager_pb2.BlobRef) -> bool:
         return self.truth.sources[table.digest].kind == "directory"

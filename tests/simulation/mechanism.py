@@ -237,8 +237,9 @@ class Mechanism:
         """Memory that does not stay sealed is read only by installs of the update for which it was sealed last."""
         if update is None or update.goal.sealed is not None:
             raise BrokenPromiseError(f"{name} is told to read live memory by an update that sealed nothing")
-        if others := {self._seals.get(session, 0) for session in live} - {update.fence.epoch, 0}:
-            raise BrokenPromiseError(f"{name} reads what was sealed for {others}, not for {update.fence.epoch}")
+        own = update.fence.epoch if update.goal.resumes is None else update.goal.resumes.fill
+        if others := {self._seals.get(session, 0) for session in live} - {own, 0}:
+            raise BrokenPromiseError(f"{name} reads what was sealed for {others}, not for {own}")
 
     def check_live_memory_is_read_while_its_ranks_call(
         self, manager: ManagerShell, name: str, attempt: Attempt

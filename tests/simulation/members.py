@@ -9,7 +9,7 @@ from typing import Any
 from google.protobuf.message import Message as ProtobufMessage
 
 from ckpt_engine.core.deadlines import Deadlines
-from ckpt_engine.core.problems import CkptEngineError, aborted, invalid, precondition, unavailable
+from ckpt_engine.core.problems import CkptEngineError, ErrorCode, aborted, invalid, precondition, unavailable
 from ckpt_engine.gate import page
 from ckpt_engine.machines import events
 from ckpt_engine.machines.agent.machine import AgentMachine
@@ -27,6 +27,9 @@ from tests.simulation.shell import Faults, Shell, Stream
 from tests.simulation.weights import Source, Truth, ref_of
 from tests.simulation.world import BrokenPromiseError, Signal, Steps, World
 
+REDIAL = 0.2
+"""Seconds after which a rank looks for the next manager."""
+
 
 class Cluster:
     """Where everybody finds the manager: None while it is down."""
@@ -34,6 +37,7 @@ class Cluster:
     def __init__(self, world: World, faults: Faults, truth: Truth, deadlines: Deadlines) -> None:
         self.world, self.faults, self.truth, self.deadlines = world, faults, truth, deadlines
         self.manager: ManagerShell | None = None
+        self.several = False  # members know several managers, and ranks ask the next one
 
 
 class MemberShell(Shell):
@@ -47,6 +51,7 @@ class MemberShell(Shell):
         self.streams: dict[Peer, Stream] = {}
         self._dialled: ManagerShell | None = None
         self.ended: weights_pb2.Problem | None = None
+        self.leaves = False  # it has said goodbye
         self.refusal: weights_pb2.Problem | None = None
 
     def perform(self, command: Any) -> None:
@@ -129,6 +134,7 @@ class MemberShell(Shell):
 
     def leave(self) -> None:
         """Ends in good order."""
+        self.leaves = True
         self.feed(events.Stop("leaving"))
         self.world.after(1.0, self.crash)
 
@@ -313,7 +319,8 @@ class TrainerShell(MemberShell):
         self.booth = Booth(cluster.truth.collectives, self, source.host.name, source.collective)
         cluster.truth.collectives.booths[source.meeting] = self.booth
         self.accepted = Signal()
-        self._sealed_epoch = 0
+        self._called: ManagerShell | None = None
+        self._sealed_epoch = self._sealed_version = 0
         cluster.truth.sources[ref_of(source.table()).digest] = source
         self.feed(events.Start())
         self.feed(events.PublishTable(source.table()))
@@ -375,6 +382,7 @@ class TrainerShell(MemberShell):
             raise precondition("nothing is sealed that stays so")
         self.source.seal(task.keep)
         self.sealed_in_call = 0 if task.keep else task.epoch
+        self._sealed_version = task.version
         sealed = yield from self.put_digests(self.source, task.atoms)
         return dataclasses.replace(sealed, broken=self.cluster.truth.collectives.broken)
 
@@ -382,10 +390,20 @@ class TrainerShell(MemberShell):
         """The call of this rank: returns its report, or raises what it was refused with."""
         request.lineage, request.rank, request.session_id = self.source.lineage, self.source.rank, self.session
         self.calling = True
-        try:
-            result = yield from self._call(request, patience)
-        except CkptEngineError as error:
-            result = error
+        end, result = self.world.now + patience, None
+        while result is None:
+            try:
+                result = yield from self._call(request, end - self.world.now)
+            except CkptEngineError as error:
+                is_over = error.code != ErrorCode.UNAVAILABLE or self.world.now + REDIAL >= end or not self.alive
+                result = error if is_over or not self._leader_is_lost() else None
+            if result is None:  # as Trainer.update_weights does it
+                if self.sealed_in_call:
+                    request.version, self.sealed_in_call = self._sealed_version, 0
+                    request.sealed.CopyFrom(self.machine._sealed_under)
+                yield REDIAL
+                while not self.machine._session.welcomed and self.world.now + REDIAL < end:
+                    yield REDIAL
         while self.part is not None and self.alive:
             yield 0.05  # its thread is in there
         self.calling, self.sealed_in_call = False, 0
@@ -393,11 +411,22 @@ class TrainerShell(MemberShell):
             raise result
         return result
 
+    def _leader_is_lost(self) -> bool:
+        """Whether the manager that this rank has called leads no more, or its session with it is over."""
+        called = self._called
+        gone = called is None or not called.alive or called is not self.cluster.manager
+        return self.cluster.several and not self.leaves and (gone or not self.machine._session.welcomed)
+
     def _call(self, request: manager_pb2.UpdateWeightsRequest, patience: float) -> Steps:
         yield self.world.between(0.0005, self.faults.delay)
         manager = self._manager()
         call, over = manager.open_call(request)
-        answer = yield self.world.first_of(over, patience)
+        self._called = manager
+        end = self.world.now + patience
+        while self.cluster.several and not over.ready and not self._leader_is_lost() and self.world.now + REDIAL < end:
+            yield self.world.first_of(over, REDIAL)
+        lost = self.cluster.several and self._leader_is_lost()
+        answer = yield self.world.first_of(over, 0.0 if lost else max(0.0, end - self.world.now))
         if answer is None or self._cut_off():
             self.world.after(self.world.between(0.0, 0.1), lambda: manager.cancel_call(call))
             raise unavailable("gave up waiting")

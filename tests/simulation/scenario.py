@@ -26,6 +26,7 @@ from tests.simulation.members import AgentShell, Cluster, TrainerShell
 from tests.simulation.nodes import LeadingAgentShell, Site, spread_kind
 from tests.simulation.relays import RelayShell
 from tests.simulation.shell import Faults
+from tests.simulation.terms import TERM, stand_by
 from tests.simulation.training import Group, Training
 from tests.simulation.weights import Source, Truth
 from tests.simulation.world import World
@@ -83,7 +84,7 @@ class Slant:
     after an update. far: whether there are several hosts, which only relays reach over a network. collective: how many
     runs publish for collectives alone; then there are no relays. pools: whether replicas and runs are in two pools.
     nodes: how many replicas span nodes. early: whether workers have stage memory. staged: how many updates are deployed
-    in waves; then there are more replicas.
+    in waves; then there are more replicas. standby: whether another manager takes the ledger over when one is lost.
     """
 
     without: frozenset[str] = frozenset()
@@ -99,6 +100,7 @@ class Slant:
     nodes: float = 0.0
     early: bool = False
     staged: float = 0.0
+    standby: bool = False
 
 
 class Scenario:
@@ -121,9 +123,9 @@ class Scenario:
         self.calm, self.crashes, self.slant = calm, crashes, slant or Slant()
         self.hosts = [host_of(name) for name in "ABC"[: self.world.random.choice((2, 3))]] if self.slant.far else [HOST]
         self.deadlines = DEADLINES
+        self.ledger = Ledger(term=TERM if self.slant.standby else 0.0)
         self.faults = Faults() if calm else self._draw_faults()
         self.truth = Truth(self.world)
-        self.ledger = Ledger()
         self.ledger_faults = crashes and self.world.chance(0.4 if "ledger" not in self.slant.without else 0.0)
         self.ledgers_replaced = 0
         self.chaos: Chaos | None = None
@@ -133,6 +135,8 @@ class Scenario:
         self.holders: list[HolderShell] = []
         self.relays: list[RelayShell] = []
         self.cluster = Cluster(self.world, self.faults, self.truth, self.deadlines)
+        self.cluster.several = self.slant.standby
+        self._stands_by = False
         self.invariants = Invariants(self)
         self.world.check = self.invariants.check
         self.attempts = self.succeeded = 0
@@ -192,6 +196,8 @@ class Scenario:
             stamp_no=some(0.6),
             drift=some(0.03) if self.crashes else 0.0,
         )
+        if self.slant.standby:
+            faults.drift, self.ledger.slow = 0.0, some(0.2)
         if self.slant.far:
             faults.wire, faults.wire_delay = some(0.05), some(0.3)
         for name in self.slant.without & vars(faults).keys():
@@ -203,13 +209,23 @@ class Scenario:
     # -- who joins and leaves
 
     def start_manager(self, although_one_lives: bool = False) -> None:
-        """A manager on the same ledger, if none holds its lock; it is tried again if that cannot be written."""
+        """A manager on the same ledger, if none holds its lock; it is tried again if that cannot be written. Where
+        managers share it, one stands by from then on."""
+        if self.slant.standby:
+            if not self._stands_by:
+                self._stands_by = True
+                self.world.spawn(stand_by(self))
+            return
         if self.manager_lives and not although_one_lives:
             return
         if self.ledger.refuses:
             self.world.note("no manager can start: the ledger cannot be written")
             self.world.after(0.5, self.start_manager)
             return
+        self.lead()
+
+    def lead(self) -> None:
+        """A manager takes the ledger."""
         self.cluster.manager = ManagerShell(
             self.world,
             self.faults,

@@ -37,8 +37,15 @@ class AbleEngine(Engine):
 class Story(Scenario):
     """A good world in which only happens what the test says. Invariants are checked all the same."""
 
-    def __init__(self, far: bool = False, collective: bool = False, nodes: float = 0.0, **deadlines: float) -> None:
-        slant = Slant(far=far or collective, collective=float(collective), nodes=nodes)
+    def __init__(
+        self,
+        far: bool = False,
+        collective: bool = False,
+        nodes: float = 0.0,
+        standby: bool = False,
+        **deadlines: float,
+    ) -> None:
+        slant = Slant(far=far or collective, collective=float(collective), nodes=nodes, standby=standby)
         super().__init__(seed=1, calm=True, machines=Machines(engine=AbleEngine), slant=slant)
         patient = {"stall": 60.0}  # many stories hold an install up, to see what goes on beside it
         self.deadlines = self.cluster.deadlines = replace(self.deadlines, **patient | deadlines)

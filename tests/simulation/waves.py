@@ -36,7 +36,7 @@ class Waves:
     def command(self, manager: ManagerShell, command: Any) -> None:
         """Looks at a command of the manager, before it is performed."""
         match command:
-            case events.Run(_, events.RecordIntent(epoch, identity, _, selection, row)):
+            case events.Run(_, events.RecordIntent(epoch, identity, _, selection, row, _, _)):
                 if row is not None and row.state == UNDECIDED:
                     self.check_an_undone_number_stays_used(manager, identity)
                 if row is not None:

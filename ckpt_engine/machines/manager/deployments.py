@@ -165,9 +165,7 @@ class Deployments:
         if course.calls:
             self.state.set_timer(DeploymentCallEnd(row.number), started.end - self.state.deadlines.report - now)
         if course.until == manager_pb2.UNTIL_HELD:
-            held = self._report(row, course, now)
-            held.held = True
-            self._answer(course, held)
+            self._answer_early(course, self._report(row, course, now))
 
     # -- what others ask
 
@@ -180,6 +178,22 @@ class Deployments:
             elif not goal.dry_run and (row.meets(goal.pool, goal.lineage) or row.is_to(goal.lineage, goal.version)):
                 return False
         return True
+
+    def join_calls(self, coming: Sequence[QueuedGoal], now: float) -> None:
+        """Has calls wait for a deployment whose version their ranks have sealed for a manager that led before."""
+        for number, row in self.state.deployments.items():
+            content = self.state.versions.contents[row.target]
+            for queued in coming:
+                goal, course = queued.goal, self.courses[number]
+                named = (goal.lineage, goal.version) == (row.target.lineage, row.target.number)
+                if not named or not row.meets(goal.pool, goal.lineage) or goal.fill != content.fill or not goal.fill:
+                    continue
+                queued.dequeue()
+                course.calls, course.until = dict(goal.calls), goal.until
+                self.state.set_timer(DeploymentCallEnd(number), goal.end - self.state.deadlines.report - now)
+                first_ended = len(row.waves) > 1 or course.ended is not None
+                if goal.until == manager_pb2.UNTIL_HELD or (goal.until == manager_pb2.UNTIL_FIRST_WAVE and first_ended):
+                    self._answer_early(course, self._report(row, course, now))
 
     def make_way(self, coming: Sequence[QueuedGoal]) -> None:
         """Has deployments undone that something newer supersedes."""
@@ -374,8 +388,7 @@ class Deployments:
         report = self._report(row, course, now)
         self._record(report, row.waves[-1].epoch)
         if course.until == manager_pb2.UNTIL_FIRST_WAVE:
-            report.held = True
-            self._answer(course, report)
+            self._answer_early(course, report)
 
     def _commit(
         self,
@@ -523,6 +536,11 @@ class Deployments:
         for fence in (stored.fence, *(outcome.fence for outcome in stored.replicas)):
             fence.CopyFrom(self.state.fence(epoch).message())
         self.state.run(ReportWrite(epoch), RecordOutcome(stored, self.state.deadlines.report))
+
+    def _answer_early(self, course: DeploymentCourse, report: manager_pb2.UpdateReport) -> None:
+        """Answers calls that do not wait for the decision."""
+        report.held = True
+        self._answer(course, report)
 
     def _answer(self, course: DeploymentCourse, report: manager_pb2.UpdateReport) -> None:
         for call in course.calls.values():

@@ -18,6 +18,7 @@ class HeldVersion:
 
     identity: Version
     record: manager_pb2.BlobRef | None  # if its sources need digest no more than what is finer than this
+    fill: int = 0  # epoch of the fill fence under which its ranks sealed it; 0: unknown
 
 
 @dataclass
@@ -49,6 +50,10 @@ class Goal:
     waits: bool = False  # its replica, once it is ready, waits for those that it is to be installed together with
     keeps_draft: bool = False  # draft models that the version has no weights for keep their own
     probe: manager_pb2.BlobRef | None = None  # what engines are asked once they serve it; None: nothing
+    # Epoch of the fill fence under which its ranks have sealed the version for a manager that led before, and have
+    # waited since; 0: they have not.
+    fill: int = 0
+    resumes: HeldVersion | None = None  # that version, if it was committed: it is not sealed again; None: it is sealed
 
     @property
     def is_attempt(self) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckpt_engine.core.version import Version
-from ckpt_engine.machines.events import Call
+from ckpt_engine.machines.events import Call, StoredSeal
 from ckpt_engine.machines.manager.deploy import Deployment
 from ckpt_engine.machines.manager.members import Member
 from ckpt_engine.machines.manager.plan_pipeline import Way
@@ -19,7 +19,7 @@ class SealedVersion:
 
     identity: Version
     direct: Way  # of replicas that read its sources
-    record: manager_pb2.BlobRef | None  # None: none was made, since nothing is to be cut any finer
+    seal: StoredSeal  # its record is that which it was read by, unless another one was made
 
 
 class Job:

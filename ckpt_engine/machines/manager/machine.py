@@ -404,6 +404,7 @@ class ManagerMachine:
         self._updates.next(now)
         self._recovery.look()
         self._turns.look(self._settled, self._may_begin, now)
+        self._deployments.join_calls(self._turns.coming(), now)
         self._deployments.make_way(self._turns.coming())
         self._deployments.look(self._settled, now)
         self._late_replicas.give_way(now)

@@ -15,7 +15,7 @@ from ckpt_engine.core.names import LINEAGE_BYTES, MEMBER_BYTES, check_line, chec
 from ckpt_engine.core.offers import Shut, holder_id
 from ckpt_engine.core.problems import aborted, invalid, not_found, precondition
 from ckpt_engine.core.rates import Measured, Rate
-from ckpt_engine.core.version import Version
+from ckpt_engine.core.version import Fence, Version
 from ckpt_engine.machines.events import HeldOffer, ManagerEvent, Message, Peer, SourceOffer
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
@@ -44,6 +44,7 @@ class TrainerRank:
     peer: Peer | None  # None while its session is lost
     heard: float  # when it was heard last, monotonic seconds
     table: manager_pb2.BlobRef | None = None  # None: it offers nothing
+    sealed: Fence = field(default_factory=Fence)  # under which it was told to seal that last, by its hello
 
 
 @dataclass(frozen=True)
@@ -451,6 +452,7 @@ class Members:
         trainer = TrainerRank(
             hello.lineage, hello.rank, hello.world_size, hello.session_id, hello.host, peer, now, _table(hello)
         )
+        trainer.sealed = Fence.of(hello.sealed)
         before = None if old is None else old.peer
         return trainer, self._speaks(peer, trainer, before, self.trainers, (hello.lineage, hello.rank))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import cast
 
+from ckpt_engine.core.version import Fence
 from ckpt_engine.machines.events import Done, MergeTables, Published
 from ckpt_engine.machines.manager.members import Member, TrainerRank
 from ckpt_engine.machines.manager.state import ManagerState
@@ -50,7 +51,8 @@ class Publications:
         """Takes what a rank offers from now on, or that it offers nothing any more."""
         table = body.table if body.HasField("table") else None
         self.taken_back(trainer, table)
-        trainer.table = table
+        if trainer.table != table:
+            trainer.table, trainer.sealed = table, Fence()
         self.offered(trainer)
 
     def taken_back(self, member: Member | None, table: manager_pb2.BlobRef | None) -> None:
@@ -86,11 +88,21 @@ class Publications:
         publication.merging = False
         publication.problem = done.problem
         publication.published = cast(Published, done.result) if done.problem is None else None
+        if publication.published is not None:
+            self._recognise(merge.lineage, publication.published)
         for trainer in self.state.members.ranks(merge.lineage).values():
             if publication.published is not None:
                 self._accept(trainer, publication.published)
             else:
                 self.state.send(trainer, manager_pb2.Refused(problem=publication.problem))
+
+    def _recognise(self, lineage: str, published: Published) -> None:
+        """Takes what all ranks sealed last for the version of the ledger that was sealed under the same fence."""
+        fences = {trainer.sealed for trainer in self.state.members.ranks(lineage).values()}
+        for content in self.state.versions.contents.values():
+            its = content.identity.lineage == lineage and content.published is None and not content.sealed_since
+            if its and content.fill and fences == {self.state.fence(content.fill)}:
+                content.published = published
 
     def prune(self) -> None:
         """Forgets lineages without ranks."""

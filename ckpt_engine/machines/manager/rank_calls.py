@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ckpt_engine.core.problems import CkptEngineError, aborted, deadline, invalid, precondition
+from ckpt_engine.core.version import Fence
 from ckpt_engine.machines.events import Call
 from ckpt_engine.machines.manager.goal import Goal, QueuedGoal
 from ckpt_engine.machines.manager.publications import Publications
@@ -153,7 +154,10 @@ class Gather:
             adapts=all(each.adapts for each in self.requests.values()),
             keeps_draft=options.draft == manager_pb2.DRAFT_KEEP,
             probe=lead.probe if lead.HasField("probe") else None,
+            fill=self._fill(),
         )
+        if not goal.dry_run:
+            goal.resumes = self.state.versions.resumed(goal)
         return stage(self.state, goal, options)
 
     def overdue(self) -> CkptEngineError:
@@ -221,6 +225,12 @@ class Gather:
         if request.HasField("version"):
             return request.version
         return self.state.versions.next_number(self.lineage)
+
+    def _fill(self) -> int:
+        """Epoch of the fill fence under which all ranks have sealed for a manager that led before; 0: they have not."""
+        fences = {Fence.of(request.sealed) for request in self.requests.values()}
+        epoch = next(iter(fences)).epoch
+        return epoch if fences == {self.state.fence(epoch)} else 0
 
     def _version(self) -> int:
         version = self._requested_version(self.requests[min(self.requests)])

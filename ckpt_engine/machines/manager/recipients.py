@@ -309,7 +309,11 @@ class Recipients:
             outcome.fence.CopyFrom(fence.message())
         for name in self.prepared():
             if name not in apart and self._serves(name, identity):
-                self._recipients[name] = Ended(unchanged_outcome(name, self._fence, identity), self._workers(name))
+                outcome = unchanged_outcome(name, self._fence, identity)
+                if self._goal.resumes is not None and (earlier := self._outcome_with(name, identity)) is not None:
+                    outcome.CopyFrom(earlier)
+                    outcome.fence.CopyFrom(fence.message())
+                self._recipients[name] = Ended(outcome, self._workers(name))
 
     def waiting_for(self) -> list[str]:
         """The replicas that are prepared and have no outcome."""
@@ -378,6 +382,13 @@ class Recipients:
             progress = manager_pb2.UpdateProgress(replica=name, message=f"left out: {problem.message}")
             self._state.emit(call, manager_pb2.UpdateEvent(progress=progress))
         return outcome
+
+    def _outcome_with(self, name: str, identity: Version) -> manager_pb2.ReplicaOutcome | None:
+        """A replica's last outcome, if that brought it to this version; None: another one, or none, is known."""
+        replica = self._state.members.replicas.get(name)
+        outcome = None if replica is None else replica.last_outcome
+        brought = outcome is not None and outcome.outcome == manager_pb2.OUTCOME_NEW_SERVING
+        return outcome if outcome is not None and brought and Version.or_none(outcome.after) == identity else None
 
     def _serves(self, name: str, identity: Version) -> bool:
         replica = self._state.members.replicas.get(name)

@@ -33,9 +33,11 @@ def stage(state: ManagerState, goal: Goal, options: manager_pb2.UpdateOptions) -
 
     Raises FAILED_PRECONDITION if the replicas are to serve different versions, or if nothing could bring them back.
     """
+    if not goal.dry_run and any(row.meets(goal.pool, goal.lineage) for row in state.deployments.values()):
+        return goal  # it joins that deployment, or begins once that is decided, and is staged then
     if goal.until == manager_pb2.UNTIL_FIRST_WAVE:
         goal.until = manager_pb2.UNTIL_INSTALLED
-    if options.strategy in ("", "all"):
+    if options.strategy in ("", "all") or goal.resumes is not None:
         return goal
     strategy = deploy.strategy_of(options.strategy)
     if goal.probe is None and any(each.name == "probe" for each in options.conditions):
@@ -44,8 +46,6 @@ def stage(state: ManagerState, goal: Goal, options: manager_pb2.UpdateOptions) -
         goal.prefetch = manager_pb2.PREFETCH_ALWAYS
     if strategy.needs_all:
         goal.min_replicas = len(goal.replicas)
-    if any(row.meets(goal.pool, goal.lineage) for row in state.deployments.values()):
-        return goal  # it begins once that is decided, and is staged then
     commits = {name: state.versions.commit_of(name) for name in goal.replicas}
     known = [commit for commit in commits.values() if commit is not None]
     if not known or goal.dry_run:
@@ -129,7 +129,7 @@ def take_first_wave(
     state, goal, fence = course.state, course.goal, course.state.fence(row.number)
     state.intent_ended(fence)
     state.versions.take_number(row.target)
-    state.versions.begin_staged(row.target, goal, version.record)
+    state.versions.begin_staged(row.target, goal, version.seal)
     state.versions.select(Commit(row.number, row.target), row.waves[0].replicas, is_last=False)
     state.deployments[row.number] = row
     seconds = now - course.started

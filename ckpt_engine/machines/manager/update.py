@@ -19,13 +19,13 @@ Every message that must be acted on is sent again until it is answered, and at o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.problems import CkptEngineError, deadline, unavailable
 from ckpt_engine.core.version import Fence, Version
-from ckpt_engine.machines.events import Compiled, CompilePlans, Done, Key, RecordIntent, RecordOutcome
+from ckpt_engine.machines.events import Compiled, CompilePlans, Done, Key, RecordIntent, RecordOutcome, StoredSeal
 from ckpt_engine.machines.manager.absences import Absences, CallerAbsent, MemberAbsent, Ranks
 from ckpt_engine.machines.manager.collective import UpdateCollective
 from ckpt_engine.machines.manager.course import Course, CourseTimer, Phase, PhaseEnd
@@ -116,6 +116,8 @@ class SealJob(Job):
                 self._course.begin(Phase.PREPARING, self._course.state.deadlines.prepare, now)
                 self._recipients.prepare(self._course.remaining(now))
                 return self.advance(now)
+            case Failed() if self._parts.goal.resumes is not None:
+                return self._seal_now(now)
             case Failed(problem):
                 return Over(problem)
             case Planned(compiled=compiled):
@@ -132,7 +134,8 @@ class SealJob(Job):
             return refused
         self._course.begin(Phase.PLANNING, self._course.state.deadlines.plan, now)
         goal, seconds = self._parts.goal, self._course.remaining(now)
-        record, root = (None, b"") if goal.held is None else (goal.held.record, goal.held.identity.root)
+        sealed = goal.held or goal.resumes
+        record, root = (None, b"") if sealed is None else (sealed.record, sealed.identity.root)
         workers, members = self._recipients.workers(), self._parts.collective.replicas
         relays = relay_hosts(self._course.state)
         keeps, dry = goal.keeps_draft, goal.dry_run
@@ -142,7 +145,10 @@ class SealJob(Job):
     def _seal(self, compiled: Compiled, now: float) -> Job | None:
         """Has the sources digest, unless plans are to be compiled once more first."""
         goal, near = self._parts.goal, set().union(*near_relays(self._course.state, self._recipients).values())
-        if self._parts.collective.choose(compiled, near) or self._recipients.try_shut(compiled.unfit, near):
+        chosen = self._parts.collective.choose(compiled, near)
+        if goal.resumes is not None and (chosen or compiled.atoms):
+            return self._seal_now(now)
+        if chosen or self._recipients.try_shut(compiled.unfit, near):
             return self._plan(now)
         unfit = self._parts.collective.explained(compiled.unfit)
         self._recipients.take_unplanned(led_by_lost_relays(self._course, self._recipients, unfit, near), near)
@@ -157,14 +163,22 @@ class SealJob(Job):
         self._pipeline.seal(sealing, self._course.remaining(now))
         return self.advance(now)
 
+    def _seal_now(self, now: float) -> Over | None:
+        """Has ranks seal although the version was committed: a collective sends only what was sealed in this call, and
+        what needs cut finer than the record is to be digested."""
+        self._parts.goal.resumes = None
+        return self._plan(now)
+
     def _next_job(self, way: Way, now: float) -> Job:
         """The next job, now that the root is known: relays bring it, it waits to be committed, or it is refused."""
         parts, goal = self._parts, self._parts.goal
         identity = Version(goal.lineage, goal.version, way.combined.root)
         if (problem := self._course.refusal(identity, now)) is not None:
             return Over(problem)
-        record = way.combined.record or (None if goal.held is None else goal.held.record)
-        version = SealedVersion(identity, way, way.combined.record)
+        sealed = goal.held or goal.resumes
+        record = way.combined.record or (None if sealed is None else sealed.record)
+        fill = self._course.fence.epoch if sealed is None else sealed.fill
+        version = SealedVersion(identity, way, StoredSeal(fill, record))
         if record is not None and (goal.held is None or self._recipients.cut_off):
             relays = UpdateRelays(self._course, self._recipients, identity, record)
             parts.relays = parts.ranks.relays = relays
@@ -248,13 +262,15 @@ class CandidateJob(Job):
         parts.recipients.decide(fence, identity, parts.collective.replicas)
         course.state.claims.only_reads(course.number)
         course.begin(Phase.RECORDING, course.state.deadlines.ledger, now)
-        if (row := first_wave(course, identity, parts.recipients.prepared(), fence)) is not None:
-            wave, seconds = row.waves[0].replicas, course.remaining(now)
-            course.run(Entry.INTENT, RecordIntent(fence.epoch, identity, seconds, wave, row.message()))
-            return CommitJob(parts, self.version, fence, row)
-        intent = course.state.versions.intent(fence.epoch, identity, course.goal, course.remaining(now))
+        row = first_wave(course, identity, parts.recipients.prepared(), fence)
+        selection = tuple(sorted(course.goal.selection)) if row is None else row.waves[0].replicas
+        intent = RecordIntent(fence.epoch, identity, course.remaining(now), selection)
+        if selection:
+            keeps = course.state.versions.keeps(identity)
+            deployment = None if row is None else row.message()
+            intent = replace(intent, deployment=deployment, seal=self.version.seal, keeps=keeps)
         course.run(Entry.INTENT, intent)
-        return CommitJob(parts, self.version, fence)
+        return CommitJob(parts, self.version, fence, row)
 
 
 @dataclass(frozen=True)
@@ -303,7 +319,7 @@ class InstallJob(Job):
         course, state, identity = self._course, self._course.state, self.version.identity
         state.intent_ended(self.fence)
         state.versions.take_number(identity)
-        state.versions.begin(identity, self.fence.epoch, course.goal, self.version.record)
+        state.versions.begin(identity, self.fence.epoch, course.goal, self.version.seal)
         if course.cut:
             for name in self._recipients.waiting_for():
                 self._recipients.leave_out(name, Problem(code=Problem.CODE_ABORTED, message=course.cut))

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 from ckpt_engine.core.problems import precondition
 from ckpt_engine.core.version import Version
-from ckpt_engine.machines.events import Published, RecordIntent
-from ckpt_engine.machines.manager.goal import Goal
+from ckpt_engine.machines.events import Published, StoredSeal
+from ckpt_engine.machines.manager.goal import Goal, HeldVersion
 from ckpt_engine.v1 import manager_pb2
 
 HIGHEST_VERSION = (1 << 63) - 1
@@ -52,6 +52,20 @@ class Commits:
     last: tuple[Commit, ...] = ()  # the newest one of each lineage
     desired: Mapping[str, Commit] = field(default_factory=dict)  # by replica, or by `everybody` in a pool
     deployments: tuple[manager_pb2.Deployment, ...] = ()  # undecided ones, and those of each lineage's highest version
+    seals: Mapping[Version, StoredSeal] = field(default_factory=dict)  # those that are known of the versions above
+
+    @property
+    def identities(self) -> list[Version]:
+        """The versions that are to be served, or were committed last, or that a deployment may lead to."""
+        commits = (*_last(self).values(), *self.desired.values())
+        undecided = (row for row in self.deployments if row.state == manager_pb2.Deployment.STATE_UNDECIDED)
+        staged = (each for row in undecided for each in (row.base, row.target))
+        return list(dict.fromkeys((*(commit.identity for commit in commits), *map(Version.of, staged))))
+
+    def content(self, identity: Version) -> Content:
+        """A version's content as far as the ledger knows it."""
+        seal = self.seals.get(identity, StoredSeal(0, None))
+        return Content(identity, record=seal.record, fill=seal.fill)
 
 
 @dataclass
@@ -63,6 +77,7 @@ class Content:
     record: manager_pb2.BlobRef | None = None  # its SealedRecord; None: there is none
     probe: manager_pb2.BlobRef | None = None  # its ProbeScores; None: it has none, or another manager had them
     sealed_since: bool = False  # its ranks sealed another version since: what they hold must be hashed again
+    fill: int = 0  # epoch of the fill fence under which its ranks sealed it; 0: unknown
 
 
 @dataclass
@@ -88,8 +103,7 @@ class Versions:
         """The versions with which a manager begins. highest: of each lineage, at least as high. identities: of all
         intents that are kept, oldest first."""
         versions = cls(commits.until, dict(commits.desired), _last(commits))
-        all_commits = (*versions.last.values(), *commits.desired.values())
-        versions.contents = {commit.identity: Content(commit.identity) for commit in all_commits}
+        versions.contents = {identity: commits.content(identity) for identity in commits.identities}
         committed = [each.identity for each in (*commits.last, *commits.desired.values())]
         for identity in (*committed, *highest):
             versions.take_number(identity)
@@ -121,7 +135,7 @@ class Versions:
             for key, commit in stored_commits.items():
                 if key not in known or known[key].epoch < commit.epoch:
                     known[key] = commit
-                    self.contents.setdefault(commit.identity, Content(commit.identity))
+                    self.contents.setdefault(commit.identity, commits.content(commit.identity))
                     self.remember(commit.identity)
         self._forget_superseded()
 
@@ -178,28 +192,44 @@ class Versions:
                 "take a higher version, or start a new lineage"
             )
 
+    def resumed(self, goal: Goal) -> HeldVersion | None:
+        """The version that the ranks of a goal have sealed for a manager that led before, if that committed it, it is
+        what all are to serve that the goal is for, and its record is known; None: it is to be sealed."""
+        for content in self.contents.values():
+            identity = content.identity
+            same = goal.fill == content.fill != 0 and (goal.lineage, goal.version) == (
+                identity.lineage,
+                identity.number,
+            )
+            if same and content.record is not None:
+                commits = (self.commit_of(key) for key in (*goal.replicas, *goal.selection))
+                if all(commit is not None and commit.identity == identity for commit in commits):
+                    return HeldVersion(identity, content.record, content.fill)
+        return None
+
     # -- what each is to serve
 
-    def intent(self, epoch: int, identity: Version, goal: Goal, seconds: float) -> RecordIntent:
-        """The ledger's task that records an intent. That of an attempt commits nothing, so its selection is empty."""
-        return RecordIntent(epoch, identity, seconds, tuple(sorted(goal.selection)))
+    def keeps(self, identity: Version) -> tuple[Version, ...]:
+        """The versions of which the ledger keeps the seals once this one is committed: besides it those that were to be
+        served or committed last until now."""
+        return (*self.contents.keys(), identity)
 
-    def begin(self, identity: Version, epoch: int, goal: Goal, record: manager_pb2.BlobRef | None) -> None:
-        """Takes a version that is about to be installed: commits it for the goal's selection. For an attempt stores the
+    def begin(self, identity: Version, epoch: int, goal: Goal, seal: StoredSeal) -> None:
+        """Takes a version that is about to be installed: commits it for the goal's selection. For an attempt keeps the
         record, if all was hashed again."""
         self.remember(identity)
         self.revision += 1
         if goal.is_attempt:
             content = self.contents.get(identity)
             if content is not None:
-                content.record = content.record or record
+                content.record = content.record or seal.record
             return
         commit = Commit(epoch, identity, goal.keeps_draft)
         self.desired |= dict.fromkeys(goal.selection, commit)
         self.last[identity.lineage] = commit
-        # The holders of what was rolled back to, and its record, are looked up when they are needed.
+        # The holders of what was rolled back to are looked up when they are needed.
         published = None if goal.is_rollback else goal.published
-        self.contents[identity] = Content(identity, published, record, goal.probe)
+        self.contents[identity] = Content(identity, published, seal.record, goal.probe, fill=seal.fill)
         if not goal.is_rollback:
             self._overwritten(identity)
         self._forget_superseded()
@@ -213,9 +243,9 @@ class Versions:
             self.remember(identity)
         self._forget_superseded()
 
-    def begin_staged(self, identity: Version, goal: Goal, record: manager_pb2.BlobRef | None) -> None:
+    def begin_staged(self, identity: Version, goal: Goal, seal: StoredSeal) -> None:
         """Takes a version that ranks have sealed, and that a deployment is about to commit in waves."""
-        self.contents[identity] = Content(identity, goal.published, record, goal.probe)
+        self.contents[identity] = Content(identity, goal.published, seal.record, goal.probe, fill=seal.fill)
         self.staged |= {identity} if goal.staging is None else {identity, goal.staging.base}
         self._overwritten(identity)
 

@@ -43,6 +43,7 @@ class TrainerMachine(OfferingMachine):
                 table=state.held[0].table if state.held else None,
                 epoch=state.epoch,
                 digest_format=DIGEST_FORMAT,
+                sealed=state.sealed,
             )
 
         def changed(state: HelloState) -> manager_pb2.Publish:
