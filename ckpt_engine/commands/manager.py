@@ -81,7 +81,7 @@ def manager(
     Weights never pass through it. Start it once, before everything else. After a crash start it again on the same
     ledger: all members reconnect by themselves. Of several on one PostgreSQL ledger one leads, the others stand by.
     """
-    from ckpt_engine.manager.ledger_database import ledger_of
+    from ckpt_engine.manager.ledger_address import ledger_of
     from ckpt_engine.manager.service import ManagerConfig
     from ckpt_engine.security.server import ServerSecurity
 

@@ -16,15 +16,12 @@ holder has stopped by its own clock then, and can write nothing, since each writ
 The row also counts the writes of its term. If the database has fewer of them than its manager has made, a replica of
 the database took over that had not received all: the ledger was rolled back, and what that manager knows of it is no
 longer so. It gives its term up, and the one that has the next term reads the ledger again.
-
-A secret that is part of the database's address (its password) is in no message, log line or status.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import socket
 import threading
 import time
@@ -32,11 +29,11 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from ckpt_engine.core.problems import CkptEngineError, invalid, precondition, unavailable
+from ckpt_engine.core.problems import CkptEngineError, precondition, unavailable
 from ckpt_engine.extras import require
+from ckpt_engine.manager.ledger_address import name_of, secrets_of
 from ckpt_engine.manager.ledger_file import cluster_id
 from ckpt_engine.manager.ledger_store import StatementResult, Statements
 from ckpt_engine.shell.tasks import TaskFailedError
@@ -86,24 +83,6 @@ INSERT INTO term VALUES (0, '', '', 'epoch', 0, 0);
 _HOLDS = "holder = %s AND until > clock_timestamp()"
 
 T = TypeVar("T")
-
-
-def is_database(ledger: object) -> bool:
-    """Whether a ledger's name is the address of a database, and not a file."""
-    return isinstance(ledger, str) and ledger.startswith(("postgresql:", "postgres:"))
-
-
-def ledger_of(name: str) -> str | Path:
-    """What `--ledger` names: the address of a database, or a file. Raises INVALID_ARGUMENT for what was meant as a
-    database and would be taken for a file of each manager's own; without repeating it, since it may have a password."""
-    if is_database(name):
-        return name
-    if "://" in name or re.match(r"\w+\s*=", name):
-        raise invalid(
-            "--ledger is neither a file nor the address of a database as we read it: one begins with postgresql:// in "
-            "small letters, as in postgresql://USER@HOST/DATABASE; before a file's name with = or :// put ./"
-        )
-    return Path(name)
 
 
 class LostTermError(CkptEngineError):
@@ -227,7 +206,7 @@ class Database:
     def _words(self, error: Exception) -> str:
         """The error in one line, without what the address keeps secret."""
         line = " ".join(str(error).split()) or type(error).__name__
-        for secret in _secrets(self._address):
+        for secret in secrets_of(self._address):
             line = line.replace(secret, "…")
         return line
 
@@ -408,42 +387,6 @@ def rolled_back(ledger: str, lost: int) -> str:
         f"last {lost} writes of this manager. It gives its term up; the one that leads next reads the ledger again and "
         "goes on above what members have seen"
     )
-
-
-def name_of(address: str) -> str:
-    """A database's address for people, such as "postgresql://ckpt@db:5432/ledger", without any secret.
-
-    Raises INVALID_ARGUMENT for an address that libpq does not read, without repeating it.
-    """
-    import psycopg
-    from psycopg.conninfo import conninfo_to_dict
-
-    how = "write postgresql://USER@HOST:PORT/DATABASE, with the password in PGPASSWORD or a password file"
-    try:
-        parts = {key: str(value) for key, value in conninfo_to_dict(address).items() if value is not None}
-    except psycopg.Error:
-        raise invalid(f"--ledger is not the address of a PostgreSQL database: {how}") from None
-    host = parts.get("host", "")
-    if "@" in host:
-        raise invalid(f"--ledger has more than one '@': {how}. In an address a password's '@' is written %40")
-    user = f"{parts['user']}@" if "user" in parts else ""
-    hosts = [each if not each.startswith("/") else "" for each in host.split(",")]
-    ports = parts.get("port", "").split(",")
-    places = [
-        f"{each}:{port}" if each and port else each
-        for each, port in zip(hosts, ports * len(hosts) if len(ports) == 1 else ports, strict=False)
-    ]
-    return f"postgresql://{user}{','.join(places)}/{parts.get('dbname', '')}"
-
-
-def _secrets(address: str) -> list[str]:
-    """What of an address, and of the environment, no message may show."""
-    from psycopg.conninfo import conninfo_to_dict
-
-    parts = conninfo_to_dict(address)
-    found = [str(parts.get(key) or "") for key in ("password", "sslpassword")]
-    found += re.findall(r"://[^/@]*:([^/@]*)@", address)  # as it was written, percent-encoded
-    return [each for each in (*found, os.environ.get("PGPASSWORD", "")) if each]
 
 
 def _may_pass(error: psycopg.Error) -> bool:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -52,7 +51,7 @@ from ckpt_engine.manager.http import build_app
 from ckpt_engine.manager.http_access import HttpAccess
 from ckpt_engine.manager.http_operate import OperatorRequest, OperatorResponse
 from ckpt_engine.manager.ledger import Ledger
-from ckpt_engine.manager.ledger_database import is_database
+from ckpt_engine.manager.ledger_address import is_database
 from ckpt_engine.manager.metrics import ManagerMetrics
 from ckpt_engine.manager.publishers import Publishers
 from ckpt_engine.manager.reflection import CommentedReflection
@@ -330,10 +329,8 @@ class ManagerServer:
 
     async def _start_http(self) -> str:
         host, _ = split_address(self.config.http)
-        bound = listen_http(self.config.http)
         application = HttpAccess(build_app(self), self._access, is_loopback(host), self._public_names)
-        await self._undo.enter_async_context(serving_http(application, bound, self.config.security))
-        return join_address(host, bound.getsockname()[1])
+        return await self._undo.enter_async_context(serving_http(application, self.config.http, self.config.security))
 
 
 def check_config(config: ManagerConfig) -> None:
@@ -376,26 +373,22 @@ def add_port(server: grpc.aio.Server, config: ManagerConfig) -> int:
         raise unavailable(f"cannot listen on {config.listen}: {error}") from error
 
 
-def listen_http(address: str) -> socket.socket:
-    """A socket that listens there for HTTP. Raises UNAVAILABLE."""
+@contextlib.asynccontextmanager
+async def serving_http(application: ASGIApp, address: str, security: ServerSecurity) -> AsyncIterator[str]:
+    """Serves an application at an address, and yields it with the port that was taken. Raises UNAVAILABLE."""
+    host, port = split_address(address)
     try:
-        bound = bound_socket(*split_address(address))
+        bound = bound_socket(host, port)
         bound.listen()
     except OSError as error:
         raise unavailable(
             f"cannot listen on {address} for HTTP: {error.strerror}; end what listens there, or name "
             "another port (--http; empty: no HTTP)"
         ) from error
-    return bound
-
-
-@contextlib.asynccontextmanager
-async def serving_http(application: ASGIApp, bound: socket.socket, security: ServerSecurity) -> AsyncIterator[None]:
-    """Serves an application on a socket."""
     server = HttpServer(application, security)
     running = asyncio.ensure_future(server.serve(sockets=[bound]))
     try:
-        yield
+        yield join_address(host, bound.getsockname()[1])
     finally:
         server.should_exit = True
         await running

@@ -25,7 +25,7 @@ from ckpt_engine.manager.about import software_version
 from ckpt_engine.manager.errors import problem_document, refuse
 from ckpt_engine.manager.http_access import PROBLEM_TYPE
 from ckpt_engine.manager.http_messages import answer
-from ckpt_engine.manager.ledger_database import is_database
+from ckpt_engine.manager.ledger_address import is_database
 from ckpt_engine.manager.service import (
     SERVICES,
     ManagerConfig,
@@ -33,7 +33,6 @@ from ckpt_engine.manager.service import (
     add_port,
     check_config,
     dialled,
-    listen_http,
     server_options,
     serving_http,
 )
@@ -105,10 +104,7 @@ async def standing_by(config: ManagerConfig, term: Term) -> AsyncIterator[Manage
             await healthy.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
         undo.push_async_callback(server.stop, 0.1)
         if http:
-            host, _ = split_address(http)
-            bound = listen_http(http)
-            http = join_address(host, bound.getsockname()[1])
-            await undo.enter_async_context(serving_http(_application(refusing), bound, config.security))
+            http = await undo.enter_async_context(serving_http(_application(refusing), http, config.security))
         yield replace(config, listen=listen, http=http)
 
 

@@ -16,7 +16,8 @@ import pytest
 from ckpt_engine.core.problems import CkptEngineError, ErrorCode
 from ckpt_engine.core.version import Version
 from ckpt_engine.manager.ledger import SealEntry
-from ckpt_engine.manager.ledger_database import SCHEMA_VERSION, Database, Lead, LostTermError, ledger_of, name_of
+from ckpt_engine.manager.ledger_address import ledger_of, name_of
+from ckpt_engine.manager.ledger_database import SCHEMA_VERSION, Database, Lead, LostTermError
 from ckpt_engine.manager.term import Term
 from ckpt_engine.shell.tasks import TaskFailedError
 from ckpt_engine.v1 import manager_pb2

@@ -338,19 +338,21 @@ class ManagerShell(Shell):
                     self.world.after(delay, lambda: done.over.set(problem or done.report))
             case events.Run(key, task):
                 fallible = not isinstance(task, events.RecordOutcome | events.CorrectOutcome)
-                over = self.run_task(key, task.seconds, self._task(task), fallible)
+                seal = task.seal if isinstance(task, events.RecordIntent) else None
+                # Read at once: an intent may be written long after its update was refused and the blob dropped.
+                record = None if seal is None or seal.record is None else self.blobs.get_json(seal.record)
+                over = self.run_task(key, task.seconds, self._task(task, record), fallible)
                 if isinstance(task, events.RecordIntent):
                     self._writes.append(over)
             case _:
                 raise AssertionError(command)
 
-    def _task(self, task: Any) -> Steps:
+    def _task(self, task: Any, record: dict[str, str] | None = None) -> Steps:
         match task:
             case events.SpendEpoch(epoch):
                 yield from self._written()
                 self.ledger.epoch = max(self.ledger.epoch, epoch)
             case events.RecordIntent(epoch, identity, _, selection, deployment, seal, keeps):
-                record = None if seal is None or seal.record is None else self.blobs.get_json(seal.record)
                 yield from self._written()
                 if seal is not None:
                     if record is not None and (seal.fill or identity not in self.ledger.seals):

@@ -273,7 +273,7 @@ def a_rolled_back_ledger_goes_on_above_its_members(patch: Patch) -> None:
 def one_manager_writes_a_ledger(patch: Patch) -> None:
     """A manager that lost its lock goes on writing."""
     original = Ledger.check
-    patch.setattr(Ledger, "check", lambda self, generation: original(self, self.generation))
+    patch.setattr(Ledger, "check", lambda self, generation, now: original(self, self.generation, now))
 
 
 def only_remaining_durations_travel(patch: Patch) -> None:
