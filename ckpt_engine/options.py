@@ -116,7 +116,8 @@ class UpdateOptions(RollbackOptions, total=False):
     condition: str | Sequence[str]
     """Of a staged deployment: what must be so before the next wave; of several, all. "time=300": so many seconds after
     the wave; "probe": all answers to the trainer's probe are within its bounds (docs/probe.md); "person": `ckpt-engine
-    deploy approve`. Default: "person" for a canary, else none."""
+    deploy approve`; "errors=0.01", beside another one: no more than this share of the requests to the waves' replicas
+    failed meanwhile. Default: "person" for a canary, else none."""
     newer: Newer | None  # of a staged deployment; default: "supersede"
 
 
@@ -180,6 +181,8 @@ def _condition(text: str) -> manager_pb2.DeployCondition:
         raise invalid(f"condition {text!r}: {number!r} is not a number; give one such as 'time=300'") from None
     if name == "time" and not sign:
         raise invalid("condition 'time' needs its seconds: give one such as 'time=300'")
+    if name == "errors" and not (sign and 0 <= value < 1):
+        raise invalid(f"condition {text!r} needs the share of requests that may fail, below 1: as in 'errors=0.01'")
     return manager_pb2.DeployCondition(name=name, value=value)
 
 
@@ -206,7 +209,8 @@ def options_of(message: manager_pb2.UpdateOptions) -> UpdateOptions:
     if message.conditions:
         conditions = message.conditions
         options["condition"] = [
-            f"{each.name}={each.value!r}" if each.value or each.name == "time" else each.name for each in conditions
+            f"{each.name}={each.value!r}" if each.value or each.name in ("time", "errors") else each.name
+            for each in conditions
         ]
     if message.newer:
         newer: Newer = _word("newer", message.newer, NEWER)

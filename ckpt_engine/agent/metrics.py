@@ -60,6 +60,8 @@ def _of_gate(replica: str, directory: Path) -> Iterable[Metric]:
     counters = {
         "ckpt_engine_gate_held": ("Requests that waited for an update.", counts.held_total),
         "ckpt_engine_gate_held_seconds": ("How long they waited.", counts.held_seconds),
+        "ckpt_engine_gate_answered": ("Requests that were let in, and have ended.", counts.answered),
+        "ckpt_engine_gate_failed": ("Of these, those that the engine answered with 5xx, or broke off.", counts.failed),
     }
     yield from labelled(CounterMetricFamily, "replica", replica, counters)
     refusals = CounterMetricFamily(

@@ -1,4 +1,4 @@
-"""Counters of the requests that a gate refused and held, in a file that the agent reads: one for each API process.
+"""Counters of the requests that a gate refused, held and let in, in a file that the agent reads, one an API process.
 
 The owning process is the file's only writer, so no lock is needed; the agent adds up all files. A file outlives its
 process, so that counters never fall as long as the engine's directory exists.
@@ -30,8 +30,9 @@ REASONS = (
 )
 """Reasons of a gate's refusals, in the order of the file's numbers. Append new ones."""
 
-_FILE = struct.Struct("<QQQQd32Q")  # pid, its start time, waiting now, kept so far, their seconds, refusals by reason
-_WAITING, _KEPT, _SECONDS, _REFUSED = 2, 3, 4, 5
+_FILE = struct.Struct("<QQQQd32QQQ")
+"""pid, its start time, waiting now, kept so far, their seconds, refusals by reason, answered, failed of these."""
+_WAITING, _KEPT, _SECONDS, _REFUSED, _ANSWERED, _FAILED = 2, 3, 4, 5, 37, 38
 
 
 @dataclass
@@ -41,6 +42,8 @@ class Counts:
     held: int = 0  # requests that wait now
     held_total: int = 0  # requests that have waited
     held_seconds: float = 0.0  # that all of them have waited
+    answered: int = 0  # requests that were let in, and have ended
+    failed: int = 0  # of these: the engine answered 5xx, or broke off
     refusals: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
 
 
@@ -67,6 +70,12 @@ class GateCounts:
             self._values[_REFUSED + REASONS.index(reason)] += 1
             self._write()
 
+    def answered(self, failed: bool) -> None:
+        """Counts a request that was let in, and has ended."""
+        self._values[_ANSWERED] += 1
+        self._values[_FAILED] += failed
+        self._write()
+
     def waits(self) -> None:
         """Counts a request that starts to wait."""
         self._values[_WAITING] += 1
@@ -92,6 +101,8 @@ def total_counts(directory: Path) -> Counts:
             total.held += values[_WAITING]
         total.held_total += values[_KEPT]
         total.held_seconds += values[_SECONDS]
+        total.answered += values[_ANSWERED]
+        total.failed += values[_FAILED]
         for reason, number in zip(REASONS, values[_REFUSED:], strict=False):
             total.refusals[reason] += number
     return total

@@ -195,7 +195,7 @@ class Gate:
         if body is not None:
             field, scope = take_field(scope, body)
         if not headers and field is None:
-            await self._app(scope, receive, self._naming_versions(decision, send))
+            await self._answer(scope, receive, self._naming_versions(decision, send))
             return
         try:
             bounds = _bounds(headers, field, scope)
@@ -212,10 +212,27 @@ class Gate:
         )
         with self._bounded.judged(answer):
             try:
-                await self._app(scope, receive, answer.send)
+                await self._answer(scope, receive, answer.send)
             except Exception:
                 if not answer.ended:  # else the engine was told that its client has gone
                     raise
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Has the engine answer a request that was let in. Counts it, and whether that failed."""
+        failed = False
+
+        async def send_noting_status(message: Message) -> None:
+            nonlocal failed
+            failed = failed or (message["type"] == "http.response.start" and message["status"] >= 500)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_noting_status)
+        except Exception:
+            failed = True
+            raise
+        finally:
+            self._counts.answered(failed)
 
     def _naming_versions(self, decision: GateDecision, send: Send) -> Send:
         """A `send` that adds the headers of the versions under which a request was let in and ended."""

@@ -572,7 +572,7 @@ class NotBrought(_message.Message):
     def __init__(self, identity: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ReplicaHeartbeat(_message.Message):
-    __slots__ = ("sequence", "workers", "serving", "asleep", "closed_reason", "label_problem", "engine_check", "stage_memory", "guesses", "scrubs")
+    __slots__ = ("sequence", "workers", "serving", "asleep", "closed_reason", "label_problem", "engine_check", "stage_memory", "guesses", "scrubs", "requests", "failed_requests")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     SERVING_FIELD_NUMBER: _ClassVar[int]
@@ -583,6 +583,8 @@ class ReplicaHeartbeat(_message.Message):
     STAGE_MEMORY_FIELD_NUMBER: _ClassVar[int]
     GUESSES_FIELD_NUMBER: _ClassVar[int]
     SCRUBS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     serving: bool
@@ -593,7 +595,9 @@ class ReplicaHeartbeat(_message.Message):
     stage_memory: str
     guesses: Guesses
     scrubs: _containers.RepeatedCompositeFieldContainer[WorkerScrub]
-    def __init__(self, sequence: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., serving: bool = ..., asleep: bool = ..., closed_reason: _Optional[str] = ..., label_problem: _Optional[str] = ..., engine_check: _Optional[str] = ..., stage_memory: _Optional[str] = ..., guesses: _Optional[_Union[Guesses, _Mapping]] = ..., scrubs: _Optional[_Iterable[_Union[WorkerScrub, _Mapping]]] = ...) -> None: ...
+    requests: int
+    failed_requests: int
+    def __init__(self, sequence: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., serving: bool = ..., asleep: bool = ..., closed_reason: _Optional[str] = ..., label_problem: _Optional[str] = ..., engine_check: _Optional[str] = ..., stage_memory: _Optional[str] = ..., guesses: _Optional[_Union[Guesses, _Mapping]] = ..., scrubs: _Optional[_Iterable[_Union[WorkerScrub, _Mapping]]] = ..., requests: _Optional[int] = ..., failed_requests: _Optional[int] = ...) -> None: ...
 
 class WorkerScrub(_message.Message):
     __slots__ = ("rank", "boot_id", "interval_seconds", "bytes", "unscrubbed", "passes", "passed_at", "pass_seconds", "idle", "differences", "last")
@@ -1102,7 +1106,7 @@ class UpdateOptions(_message.Message):
     def __init__(self, pause_mode: _Optional[_Union[PauseMode, str]] = ..., timeout_seconds: _Optional[float] = ..., min_replicas: _Optional[int] = ..., replicas: _Optional[_Iterable[str]] = ..., pool: _Optional[str] = ..., prefetch: _Optional[_Union[Prefetch, str]] = ..., until: _Optional[_Union[Until, str]] = ..., dry_run: bool = ..., draft: _Optional[_Union[Draft, str]] = ..., strategy: _Optional[str] = ..., wave_replicas: _Optional[int] = ..., wave_share: _Optional[float] = ..., conditions: _Optional[_Iterable[_Union[DeployCondition, _Mapping]]] = ..., newer: _Optional[_Union[Newer, str]] = ...) -> None: ...
 
 class Deployment(_message.Message):
-    __slots__ = ("number", "base", "base_epoch", "target", "strategy", "wave_replicas", "conditions", "newer", "pause_mode", "min_replicas", "wave_seconds", "pool", "selection", "participants", "waves", "state", "approved", "paused", "reason", "waits_for")
+    __slots__ = ("number", "base", "base_epoch", "target", "strategy", "wave_replicas", "conditions", "newer", "pause_mode", "min_replicas", "wave_seconds", "pool", "selection", "participants", "waves", "state", "approved", "paused", "reason", "waits_for", "requests", "failed_requests")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Deployment.State]
@@ -1140,6 +1144,8 @@ class Deployment(_message.Message):
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     WAITS_FOR_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     number: int
     base: _weights_pb2.Identity
     base_epoch: int
@@ -1160,7 +1166,9 @@ class Deployment(_message.Message):
     paused: bool
     reason: str
     waits_for: str
-    def __init__(self, number: _Optional[int] = ..., base: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., base_epoch: _Optional[int] = ..., target: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., strategy: _Optional[str] = ..., wave_replicas: _Optional[int] = ..., conditions: _Optional[_Iterable[_Union[DeployCondition, _Mapping]]] = ..., newer: _Optional[_Union[Newer, str]] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., min_replicas: _Optional[int] = ..., wave_seconds: _Optional[float] = ..., pool: _Optional[str] = ..., selection: _Optional[_Iterable[str]] = ..., participants: _Optional[_Iterable[str]] = ..., waves: _Optional[_Iterable[_Union[Deployment.Wave, _Mapping]]] = ..., state: _Optional[_Union[Deployment.State, str]] = ..., approved: _Optional[int] = ..., paused: bool = ..., reason: _Optional[str] = ..., waits_for: _Optional[str] = ...) -> None: ...
+    requests: int
+    failed_requests: int
+    def __init__(self, number: _Optional[int] = ..., base: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., base_epoch: _Optional[int] = ..., target: _Optional[_Union[_weights_pb2.Identity, _Mapping]] = ..., strategy: _Optional[str] = ..., wave_replicas: _Optional[int] = ..., conditions: _Optional[_Iterable[_Union[DeployCondition, _Mapping]]] = ..., newer: _Optional[_Union[Newer, str]] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., min_replicas: _Optional[int] = ..., wave_seconds: _Optional[float] = ..., pool: _Optional[str] = ..., selection: _Optional[_Iterable[str]] = ..., participants: _Optional[_Iterable[str]] = ..., waves: _Optional[_Iterable[_Union[Deployment.Wave, _Mapping]]] = ..., state: _Optional[_Union[Deployment.State, str]] = ..., approved: _Optional[int] = ..., paused: bool = ..., reason: _Optional[str] = ..., waits_for: _Optional[str] = ..., requests: _Optional[int] = ..., failed_requests: _Optional[int] = ...) -> None: ...
 
 class SteerDeploymentRequest(_message.Message):
     __slots__ = ("number", "action", "reason")

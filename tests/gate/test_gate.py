@@ -1,5 +1,6 @@
 """The gate in a real server: closed unless the state words say otherwise, control routes for the agent only."""
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -7,19 +8,22 @@ import time
 import httpx
 import pytest
 from fastapi import FastAPI, WebSocket
+from fastapi.responses import JSONResponse
 
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.sleeping import Sleeping
+from ckpt_engine.gate.counts import total_counts
 from ckpt_engine.gate.gate import Gate
 from ckpt_engine.gate.page import EngineMark, EnginePage
 from ckpt_engine.gate.reader import StateReader
 from ckpt_engine.v1 import weights_pb2
 from tests.gate.server import serve
+from tests.waiting import PATIENCE, eventually
 
 
 class SmallGate(Gate):
     open_routes = frozenset({"/health"})
-    generation_routes = frozenset({"/generate", "/stream"})
+    generation_routes = frozenset({"/generate", "/stream", "/failing", "/wrong"})
     control_routes = frozenset({"/pause"})
 
 
@@ -32,6 +36,16 @@ def application() -> FastAPI:
     @app.post("/generate")
     async def generate() -> dict[str, str]:
         return {"text": "tokens"}
+
+    @app.post("/failing")
+    async def failing(breaks: bool = False) -> JSONResponse:
+        if breaks:
+            raise RuntimeError("the engine broke off")
+        return JSONResponse({}, 503)
+
+    @app.post("/wrong")
+    async def wrong() -> JSONResponse:
+        return JSONResponse({}, 422)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -79,6 +93,20 @@ def test_requests_follow_the_state_words(engine):
     assert torn.status_code == 503, "no update goes on, so it was left so"
     assert "worker 0 was left half updated by epoch 2" in torn.json()["detail"]
     assert torn.json()["reason"] == "quarantined"
+
+
+def test_what_the_engine_answers_is_counted_and_what_fails(engine):
+    client, directory = engine
+    client.post("/failing")  # the gate is closed: it is refused, and no answer of the engine
+    EnginePage(directory.page).claim(0, 1).clean(1, IDENTITY)
+    bounds = {"x-ckpt-engine-min-version": "1"}
+    for route in ("/generate", "/wrong", "/failing", "/failing?breaks=true"):
+        for headers in ({}, bounds):
+            with contextlib.suppress(httpx.ReadError, httpx.RemoteProtocolError):  # the server may close its connection
+                client.post(route, headers={**headers, "connection": "close"})
+    # A client may have its answer a moment before it is counted.
+    eventually("all are counted", PATIENCE, lambda: total_counts(directory.path).answered == 8)
+    assert total_counts(directory.path).failed == 4
 
 
 def test_control_routes_need_the_token_in_any_state(engine):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ckpt_engine.core.check_verdict import Score
@@ -106,6 +106,7 @@ class Engine:
         self.mark = events.MarkEngine(False, AWAKE)  # what its page says, and so its gate
         self.label: weights_pb2.Identity | None = None  # what it calls its tokens by
         self.hold = page.RequestHold()
+        self.requests = self.failed_requests = 0  # as its gate counts them
         self.inside = self.discarded = False  # requests that may be there; weights that are not
         self.alive = True
         self.in_order = world.chance(0.5)
@@ -146,7 +147,9 @@ class Engine:
             judged = page.verdict(words, own)
             statuses = tuple(word.status() for word in words)
             self._judged = key, events.Words(statuses, judged.open, judged.reason, judged.identity)
-        return self._judged[1]
+        if not self.requests:
+            return self._judged[1]
+        return replace(self._judged[1], requests=self.requests, failed_requests=self.failed_requests)
 
     def page(self) -> list[WorkerWord]:
         """What stands in the page that the gate reads."""

@@ -188,6 +188,39 @@ def test_an_undone_number_is_refused(story: Story) -> None:
     assert story.trained(group).identity.version == 2
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_canary_of_which_too_many_requests_fail_is_undone(story: Story, failing: int) -> None:
+    group = begun(story)
+    group.train()
+    conditions = [
+        manager_pb2.DeployCondition(name="time", value=12.0),
+        manager_pb2.DeployCondition(name="errors", value=0.1),
+    ]
+    for agent in story.agents.values():
+        assert agent.engine is not None
+        agent.engine.requests = agent.engine.failed_requests = 1000  # of the version before
+    result = story.call(group.trainers[0], strategy="canary", conditions=conditions, timeout_seconds=90.0)
+    story.until(lambda: 1 in serve(story), 20.0)
+    canary = story.agents[sorted(story.agents)[serve(story).index(1)]]
+    story.wait(15.0)
+    assert "20 requests to its replicas (0 of 0 requests failed)" in story.deployments[-1].waits_for
+    for number in range(40):
+        assert canary.engine is not None
+        canary.engine.requests += 1
+        canary.engine.failed_requests += failing and number % 4 == 0
+        story.wait(0.5)
+    report = result[0]
+    if failing:
+        assert report.deployment.state == Row.STATE_UNDONE
+        assert "requests failed since the wave's end, more than 0.1 of them" in report.deployment.reason
+        assert serve(story) == [0] * 4
+        assert report.deployment.failed_requests > report.deployment.requests * 0.1 > 0
+    else:
+        assert report.deployment.state == Row.STATE_DEPLOYED
+        assert report.deployment.requests >= 20
+        assert report.deployment.failed_requests == 0
+
+
 def test_paused_it_begins_no_wave(story: Story) -> None:
     group = begun(story)
     group.train()
@@ -232,6 +265,11 @@ def test_the_next_version_waits_if_that_is_wanted(story: Story) -> None:
     )
     story.wait(10.0)
     group.train()
+    refused(
+        story.update(group, seconds=8.0, timeout_seconds=6.0),
+        Problem.CODE_DEADLINE_EXCEEDED,
+        f"it waited for deployment {story.deployments[0].number} to be decided (`ckpt-engine deploy status`)",
+    )
     result = story.call(group.trainers[0])
     story.wait(5.0)
     assert not result
@@ -312,6 +350,30 @@ def test_all_or_none_pauses_no_engine_before_all_are_ready(story: Story, monkeyp
     assert serve(story) == [0] * 4
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_as_many_may_fail_as_min_replicas_leaves_but_not_a_whole_first_wave(story: Story, first: bool) -> None:
+    group = begun(story)
+    group.train()
+    result = story.call(group.trainers[0], strategy="rolling", min_replicas=3, timeout_seconds=60.0)
+    story.until(lambda: -1 in serve(story) and (first or 1 in serve(story)), 20.0)
+    agent = story.agents[sorted(story.agents)[serve(story).index(-1)]]
+    assert agent.engine is not None
+    agent.engine.kill()
+    agent.engine_died()
+    story.wait(45.0)
+    (row,) = story.ledger.deployments.values()
+    if first:
+        assert row.state == Row.STATE_UNDONE
+        return
+    report = result[0]
+    assert report.deployment.state == Row.STATE_DEPLOYED
+    assert report.ok
+    assert sorted(serve(story)) == [-1, 1, 1, 1]
+    story.start_engine(agent)
+    story.wait(20.0)
+    assert serve(story) == [1] * 4
+
+
 def test_every_strategy_has_its_name_wherever_it_is_given() -> None:
     assert {*options.STRATEGIES} == {*choices.Strategy} == {"all", *deploy.STRATEGIES}
     assert {*options.NEWER} == {*choices.Newer}
@@ -320,13 +382,15 @@ def test_every_strategy_has_its_name_wherever_it_is_given() -> None:
 def test_options_that_contradict_each_other_are_refused(story: Story) -> None:
     group = begun(story, 1)
     time = [manager_pb2.DeployCondition(name="time", value=1.0)]
+    errors = [manager_pb2.DeployCondition(name="errors", value=0.1)]
     weather = [manager_pb2.DeployCondition(name="weather")]
     for wishes, words in (
         ({"wave_replicas": 2}, "give a strategy too"),
         ({"strategy": "all_or_none", "conditions": time}, "has one wave, so it has no condition"),
         ({"strategy": "slowly"}, "none of all, rolling, canary, all_or_none"),
         ({"strategy": "rolling", "wave_share": 1.5}, "a share of them between 0 and 1"),
-        ({"strategy": "canary", "conditions": weather}, "condition 'weather' is none of time, person"),
+        ({"strategy": "canary", "conditions": errors}, "give that one too, as 'time=300' or 'person'"),
+        ({"strategy": "canary", "conditions": weather}, "condition 'weather' is none of time, person, errors"),
     ):
         refused(story.trained(group, **wishes), Problem.CODE_INVALID_ARGUMENT, words)
     refused(story.deploy(Action.ACTION_UNDO), Problem.CODE_NOT_FOUND, "undecided are: none")

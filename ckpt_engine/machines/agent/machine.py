@@ -176,6 +176,8 @@ class AgentMachine:
             stage_memory=replica.staging,
             scrubs=replica.scrubbing,
             guesses=replica.guesses,
+            requests=replica.words.requests,
+            failed_requests=replica.words.failed_requests,
         )
 
     def _tell_changes(self, now: float) -> None:

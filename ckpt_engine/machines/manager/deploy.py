@@ -98,8 +98,8 @@ class Deployment:
         """The deployment with one more wave."""
         return replace(self, waves=(*self.waves, Wave(epoch, tuple(sorted(replicas)))))
 
-    def message(self, waits_for: str = "") -> manager_pb2.Deployment:
-        """The deployment as a protobuf message."""
+    def message(self, waits_for: str = "", requests: int = 0, failed: int = 0) -> manager_pb2.Deployment:
+        """The deployment as a protobuf message. requests, failed: as the message says."""
         return manager_pb2.Deployment(
             number=self.number,
             base=self.base.message(),
@@ -121,6 +121,8 @@ class Deployment:
             paused=self.paused,
             reason=self.reason,
             waits_for=waits_for,
+            requests=requests,
+            failed_requests=failed,
         )
 
     @classmethod
@@ -178,12 +180,16 @@ class Judgement:
 
     verdict: Verdict
     reason: str = ""  # for people; empty if it is met
-    seconds: float | None = (
-        None  # of an open one, until it is to be judged again at the latest; None: with the next news
-    )
+    seconds: float | None = None  # until it is to be judged again at the latest; None: with the next news
 
 
 MET = Judgement(Verdict.MET)
+
+LEAST_REQUESTS = 20
+"""A share of fewer requests than these says nothing."""
+
+COUNTED_SECONDS = 1.0
+"""How often requests are counted: replicas tell of them in heartbeats, which are no news otherwise."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +200,8 @@ class Facts:
     approved: bool  # a person has approved what follows this wave
     probes: Mapping[str, manager_pb2.ProbeAnswer | None] = field(default_factory=dict)
     """By replica that serves the target, what its engine has answered to the probe; None: that is not known."""
+    requests: int = 0  # that replicas of all waves have answered since the last wave ended
+    failed: int = 0  # of these
 
 
 def _time(value: float, facts: Facts) -> Judgement:
@@ -226,7 +234,22 @@ def _is_cut(answer: manager_pb2.ProbeAnswer) -> bool:
     return answer.problem.code == weights_pb2.Problem.CODE_ABORTED
 
 
-CONDITIONS: Mapping[str, Callable[[float, Facts], Judgement]] = {"time": _time, "person": _person, "probe": _probe}
+def _errors(value: float, facts: Facts) -> Judgement:
+    """Judged as long as it is between two waves, so with another condition that says how long."""
+    counted = f"{facts.failed} of {facts.requests} requests failed"
+    if facts.requests < LEAST_REQUESTS:
+        return Judgement(Verdict.OPEN, f"{LEAST_REQUESTS} requests to its replicas ({counted})", COUNTED_SECONDS)
+    if facts.failed > value * facts.requests:
+        return Judgement(Verdict.BROKEN, f"{counted} since the wave's end, more than {value:g} of them")
+    return Judgement(Verdict.MET, seconds=COUNTED_SECONDS)
+
+
+CONDITIONS: Mapping[str, Callable[[float, Facts], Judgement]] = {
+    "time": _time,
+    "person": _person,
+    "probe": _probe,
+    "errors": _errors,
+}
 """By name, what judges a condition from its value. A condition that needs to know more gets it in Facts."""
 
 
@@ -243,7 +266,7 @@ class WaveRule:
 
 def _some_at_a_time(deployment: Deployment, fleet: Fleet) -> list[str]:
     """As many as leave at most a wave of all participants out of service; those that do not serve come first."""
-    closed = [name for name, each in fleet.items() if not each.serving]
+    closed = [name for name, each in fleet.items() if not (each.serving or each.failure)]  # failures are counted apart
     room = deployment.wave_replicas - sum(name in deployment.in_waves or not fleet[name].connected for name in closed)
     waiting = _waiting(deployment, fleet)
     return sorted(waiting, key=lambda name: (fleet[name].serving, name))[: max(0, room)]
@@ -284,7 +307,7 @@ def not_ready(fleet: Fleet) -> list[str]:
 
 def judge_wave(deployment: Deployment, fleet: Fleet, seconds: float) -> Judgement:
     """Whether the last wave has ended, `seconds` after its commit. It is met when all its replicas serve the target,
-    but for as many as may fail; a replica that is not there by `wave_seconds` has failed."""
+    but for as many as may fail, if any replica serves it; one that is not there by `wave_seconds` has failed."""
     if not deployment.participants:
         return Judgement(Verdict.BROKEN, "all of its replicas said goodbye or were evicted")
     wave = [name for name in deployment.waves[-1].replicas if name in fleet]
@@ -298,7 +321,7 @@ def judge_wave(deployment: Deployment, fleet: Fleet, seconds: float) -> Judgemen
             failed[name] = why
         elif name in wave:
             lacking.append(name)
-    some_have = not wave or any(fleet[name].has_target for name in wave)
+    some_have = not wave or any(fleet[name].has_target for name in deployment.in_waves & fleet.keys())
     if len(failed) > len(deployment.participants) - deployment.min_replicas or (
         failed and not lacking and not some_have
     ):
@@ -347,7 +370,7 @@ def next_step(deployment: Deployment, fleet: Fleet, facts: Facts) -> Step:
             return Judgement(Verdict.OPEN, "a person has paused it: `ckpt-engine deploy resume`")
         waits = [each for each in judgements if each.verdict is Verdict.OPEN]
         if waits:
-            seconds = [each.seconds for each in waits if each.seconds is not None]
+            seconds = [each.seconds for each in judgements if each.seconds is not None]
             return Judgement(Verdict.OPEN, "; ".join(each.reason for each in waits), min(seconds, default=None))
     if not _waiting(deployment, fleet):
         return Decide(DEPLOYED)
@@ -410,7 +433,7 @@ def check_options(options: manager_pb2.UpdateOptions) -> None:
         "until='first_wave'": options.until == manager_pb2.UNTIL_FIRST_WAVE,
     }
     named = [name for name, value in values.items() if value]
-    if options.strategy in ("", "all"):
+    if options.strategy == "all":
         if named:
             raise invalid(f"{' and '.join(named)}: only a staged deployment has that, so give a strategy too")
         return
@@ -425,6 +448,11 @@ def check_options(options: manager_pb2.UpdateOptions) -> None:
             raise invalid(f"condition {each.name!r} is none of {', '.join(CONDITIONS)}, which this manager knows")
         if not 0 <= each.value < float("inf"):
             raise invalid(f"condition {each.name!r} has the value {each.value}: give a number from 0 on")
-        if each.value and each.name != "time":
+        if each.value and each.name not in ("time", "errors"):
             hint = ": bounds are given to `Probe(...)`" if each.name == "probe" else ""
             raise invalid(f"condition {each.name!r} has no value, and {each.value:g} was given{hint}")
+    if {each.name for each in options.conditions} == {"errors"}:
+        raise invalid(
+            "condition 'errors' says how many requests may fail until another condition is met: give that one too, as "
+            "'time=300' or 'person'"
+        )

@@ -101,6 +101,9 @@ class DeploymentCourse:
     failures: dict[str, str] = field(default_factory=dict)  # by replica, why it could not be brought to the target
     tries: dict[str, int] = field(default_factory=dict)  # by replica, attempts that failed
     ready: set[str] = field(default_factory=set)  # replicas that were ready for the target since the last wave began
+    counted: dict[str, tuple[int, int]] = field(default_factory=dict)  # by replica, what it told last of its requests
+    requests: int = 0  # of replicas of its waves since the wave ended of which the condition was, or is, judged
+    failed: int = 0  # of these
     undo: str = ""  # why it is to be undone; empty: it is not
     writing: DeploymentCommit | DeploymentWrite | None = None  # the key of the task that writes its row
     selecting: frozenset[str] = frozenset()  # what the commit that is being written selects
@@ -260,7 +263,7 @@ class Deployments:
 
     def messages(self) -> list[manager_pb2.Deployment]:
         """All that are known, for the status."""
-        undecided = [row.message(self.courses[number].waits_for) for number, row in self.state.deployments.items()]
+        undecided = [self._message(row, self.courses[number]) for number, row in self.state.deployments.items()]
         return [*(row.message() for number, row in self.decided.items() if number not in self.courses), *undecided]
 
     # -- a person
@@ -275,7 +278,7 @@ class Deployments:
             return
         course = self.courses[row.number]
         if row == self.state.deployments[row.number]:
-            self.state.out.append(FinishCall(call, response=row.message(course.waits_for)))
+            self.state.out.append(FinishCall(call, response=self._message(row, course)))
         else:
             self._write(course, DeploymentWrite(row.number, call, row))
 
@@ -335,11 +338,16 @@ class Deployments:
             if step.verdict is Verdict.BROKEN:
                 step = deploy.Decide(deploy.UNDONE, step.reason)
             elif step.verdict is Verdict.MET:
+                for name in row.waves[-1].replicas:
+                    if name in fleet and not fleet[name].has_target:
+                        course.failures.setdefault(name, "it did not serve the version in time")
                 self._wave_ended(row, course, now)
         if course.ended is not None and not course.undo:
             serving = [name for name in row.in_waves if name in fleet and fleet[name].has_target]
             probes = {name: self._probe(row, course, name) for name in serving}
-            facts = Facts(now - course.ended, row.approved >= len(row.waves), probes)
+            self._count(row, course)
+            approved = row.approved >= len(row.waves)
+            facts = Facts(now - course.ended, approved, probes, course.requests, course.failed)
             step = deploy.next_step(row, fleet, facts)
         match step:
             case deploy.NextWave(replicas):
@@ -364,6 +372,18 @@ class Deployments:
             return last.probe
         return course.probes.get(name)
 
+    def _count(self, row: Deployment, course: DeploymentCourse) -> None:
+        """Adds the requests that replicas of its waves have answered since this was called last. What a replica told
+        the first time is where its count begins, and so is 0 for another engine."""
+        for name in row.in_waves & self.state.members.replicas.keys():
+            replica = self.state.members.replicas[name]
+            counted = replica.requests, replica.failed_requests
+            before = course.counted.get(name, counted)
+            before = (0, 0) if counted[0] < before[0] else before
+            course.counted[name] = counted
+            course.requests += counted[0] - before[0]
+            course.failed += counted[1] - before[1]
+
     def _fleet(self, row: Deployment, course: DeploymentCourse) -> Fleet:
         """The participants. One whose attempt goes on is not at the target yet: its outcome is still to come."""
         attempts = {update.goal.replicas[0]: update for update in self.attempts()}
@@ -384,6 +404,9 @@ class Deployments:
 
     def _wave_ended(self, row: Deployment, course: DeploymentCourse, now: float) -> None:
         course.ended = now
+        if not row.in_waves.issuperset(row.participants):  # else nothing is judged any more, and the report tells these
+            course.counted, course.requests, course.failed = {}, 0, 0
+        self._count(row, course)
         self._note(course, "between waves", now)
         report = self._report(row, course, now)
         self._record(report, row.waves[-1].epoch)
@@ -527,6 +550,10 @@ class Deployments:
             Claim(reads=row.base, sources=names) if row.state == deploy.UNDONE else Claim(sources=names, doubles=names)
         )
 
+    def _message(self, row: Deployment, course: DeploymentCourse) -> manager_pb2.Deployment:
+        counts = (course.requests, course.failed) if any(each.name == "errors" for each in row.conditions) else (0, 0)
+        return row.message(course.waits_for if row.state == deploy.UNDECIDED else "", *counts)
+
     def _note(self, course: DeploymentCourse, phase: str, now: float) -> None:
         course.report.timeline.phases.add(name=phase, after=now - course.began)
 
@@ -561,7 +588,7 @@ class Deployments:
             if row.state == deploy.UNDONE and outcome.replica in course.probes:
                 outcome.probe.CopyFrom(course.probes[outcome.replica])  # why it went back, mostly
         report.seconds = now - course.began
-        report.deployment.CopyFrom(row.message(course.waits_for if row.state == deploy.UNDECIDED else ""))
+        report.deployment.CopyFrom(self._message(row, course))
         tell_probe(report)
         report.ok = report.verified = False
         if row.state == deploy.DEPLOYED:

@@ -98,7 +98,9 @@ class Gather:
 
     def describe(self) -> str:
         """One line for blocked callers: what it waits for."""
-        return f"gathering ranks of lineage {self.lineage!r}: {'; '.join(self._missing()) or 'all are there'}"
+        why = self._deployment()
+        there = "all are there" + (f", and wait for {why}" if why else "")
+        return f"gathering ranks of lineage {self.lineage!r}: {'; '.join(self._missing()) or there}"
 
     def known(self) -> bool:
         """Whether any rank has ever said hello and not left."""
@@ -163,14 +165,18 @@ class Gather:
     def overdue(self) -> CkptEngineError:
         """The refusal when ranks did not come in time; names them."""
         if self.complete():
-            return deadline(
-                f"the turn of lineage {self.lineage!r} did not come in its callers' time: others went first"
-            )
+            why = self._deployment()
+            why = f"it waited for {why}" if why else "others went first"
+            return deadline(f"the turn of lineage {self.lineage!r} did not come in its callers' time: {why}")
         missing = self._missing()
         reason = "; ".join(missing) if missing else "the tables of its ranks are still being merged"
         return precondition(
             f"the update of lineage {self.lineage!r} cannot begin: {reason}", ranks=self._missing_ranks()
         )
+
+    def _deployment(self) -> str:
+        """The undecided deployment that it waits for, for people; empty: none."""
+        return self.state.undecided(self.requests[min(self.requests)].options.pool, self.lineage)
 
     def _missing(self) -> list[str]:
         """Sentences for people: what is missing, and of which ranks."""

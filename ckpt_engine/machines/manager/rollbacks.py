@@ -65,11 +65,8 @@ class Rollbacks:
         if request.version < 0:
             raise invalid(f"version {request.version} is negative")
         options = complete(request.options)
-        without = manager_pb2.UpdateOptions(prefetch=manager_pb2.PREFETCH_AUTO, until=manager_pb2.UNTIL_INSTALLED)
-        unknown = set(difference((options, without))) - {"pause_mode", "replicas", "pool", "draft"}
-        if options.strategy == "all":  # which callers say by default
-            unknown -= {"strategy"}
-        if unknown:
+        unknown = set(difference((options, complete(manager_pb2.UpdateOptions()))))
+        if unknown := unknown - {"pause_mode", "replicas", "pool", "draft"}:
             raise invalid(f"a rollback has no option {' and '.join(sorted(unknown))}")
         self.numbers += 1
         end = now + (options.timeout_seconds or self.state.deadlines.update)
@@ -116,7 +113,9 @@ class Rollbacks:
         """Refuses a rollback that has not begun in time."""
         pending = self.waiting.get(number)
         if pending is not None:
-            lacks = "others to end" if pending.goal is not None else pending.lacks
+            lacks = pending.lacks
+            if pending.goal is not None:
+                lacks = self.state.undecided(pending.goal.pool, pending.goal.lineage) or "others to end"
             self._refuse(number, deadline(f"{_describe(pending)} did not begin in time: it waited for {lacks}").problem)
 
     def describe(self) -> str:

@@ -37,7 +37,7 @@ def stage(state: ManagerState, goal: Goal, options: manager_pb2.UpdateOptions) -
         return goal  # it joins that deployment, or begins once that is decided, and is staged then
     if goal.until == manager_pb2.UNTIL_FIRST_WAVE:
         goal.until = manager_pb2.UNTIL_INSTALLED
-    if options.strategy in ("", "all") or goal.resumes is not None:
+    if options.strategy == "all" or goal.resumes is not None:
         return goal
     strategy = deploy.strategy_of(options.strategy)
     if goal.probe is None and any(each.name == "probe" for each in options.conditions):

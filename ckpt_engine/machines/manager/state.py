@@ -146,6 +146,11 @@ class ManagerState:
         """The deployment of which a replica is in a wave; None: there is none."""
         return next((row for row in self.deployments.values() if name in row.in_waves), None)
 
+    def undecided(self, pool: str, lineage: str) -> str:
+        """The undecided deployment that calls for this pool or lineage wait for, for people; empty: there is none."""
+        rows = (row for row in self.deployments.values() if row.meets(pool, lineage))
+        return next((f"deployment {row.number} to be decided (`ckpt-engine deploy status`)" for row in rows), "")
+
     # -- commands
 
     def send(self, member: Member, body: ProtobufMessage) -> None:

@@ -43,11 +43,12 @@ def complete(options: manager_pb2.UpdateOptions) -> manager_pb2.UpdateOptions:
     completed.CopyFrom(options)
     completed.prefetch = options.prefetch or manager_pb2.PREFETCH_AUTO
     completed.until = options.until or manager_pb2.UNTIL_INSTALLED
+    completed.strategy = options.strategy or "all"
     completed.draft = options.draft or manager_pb2.DRAFT_UPDATE
     completed.replicas[:] = sorted(set(options.replicas))
     if (completed.prefetch, completed.until) == (manager_pb2.PREFETCH_NEVER, manager_pb2.UNTIL_HELD):
         raise invalid("until='held' waits for relays to hold the version, and prefetch='never' fills none")
-    if completed.draft == manager_pb2.DRAFT_KEEP and options.strategy not in ("", "all"):
+    if completed.draft == manager_pb2.DRAFT_KEEP and completed.strategy != "all":
         raise invalid(
             f"strategy {options.strategy!r} brings replicas back if a wave fails, and does not know with which weights "
             "draft='keep' has left their drafts: publish the draft too, or use strategy 'all'"
