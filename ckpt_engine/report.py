@@ -351,8 +351,8 @@ class DeploymentReport:
             f"deployment {self.number}: version {target.version} of {target.lineage} over {base.version}, "
             f"{self.message.strategy}: {self.state}, {reached} of {count} replicas in {waves}"
         )
-        asked = f", {self.message.failed_requests} of {self.message.requests} requests failed"
-        line += asked if self.message.requests else ""
+        if self.message.requests:
+            line += f", {self.message.failed_requests} of {self.message.requests} requests failed"
         why = self.reason or (f"waits for {self.waits_for}" if self.waits_for else "")
         paused = ", paused" if self.message.paused and self.state == "undecided" else ""
         return f"{line}{paused}{f'; {why}' if why else ''}"

@@ -123,8 +123,8 @@ class TaskRunner:
         statuses = tuple(self._host.status(word) for word in words)
         guesses = None if self._host.adapter is None else self._host.adapter.guesses
         counts = Counts() if page is None else total_counts(page.path.parent)
-        asked = counts.answered, counts.failed
-        return events.Words(statuses, admission.open, admission.reason, admission.identity, guesses, *asked)
+        verdict_words = admission.open, admission.reason, admission.identity
+        return events.Words(statuses, *verdict_words, guesses, counts.answered, counts.failed)
 
     def _page(self) -> EnginePage:
         if self._host.page is None:

@@ -84,7 +84,7 @@ def update(
     ] = None,
     condition: Annotated[
         list[str] | None,
-        typer.Option(help="Needed between waves: time=SECONDS, person; repeatable. A canary's default: person."),
+        typer.Option(help="Needed between waves: time=SECONDS, person, errors=SHARE; repeatable. Canary: person."),
     ] = None,
     newer: Annotated[
         Newer | None,

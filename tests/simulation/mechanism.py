@@ -336,7 +336,7 @@ class Mechanism:
         """An attempt for a replica gives way to every update that it meets, and gives its holders to every one whose
         turn has come."""
         machine = manager.machine
-        attempts = [update for update in machine._updates.attempts() if not update.cut]
+        attempts = [update for update in machine._updates.attempts() if not update.course.cut]
         turn = {each.call for each in machine._turns._next(machine._may_begin)} if attempts else set()
         for update in attempts:
             granted = machine._state.claims.granted[update.number]

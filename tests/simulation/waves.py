@@ -153,7 +153,7 @@ class Waves:
     def check_all_are_ready_before_one_is_paused(self, manager: ManagerShell, body: manager_pb2.Install) -> None:
         """All or none: a replica is told to pause when each has said that it is ready, or serves the target."""
         identity, machine = Version.of(body.identity), manager.machine
-        jobs = {update.goal.replicas[0]: update._job for update in machine._updates.attempts()}
+        jobs = {update.goal.replicas[0]: update.job for update in machine._updates.attempts()}
         heard = {name: job._heard.get(name) for name, job in jobs.items() if isinstance(job, InstallJob)}
         ready = {name for name, progress in heard.items() if progress is not None and progress.ready}
         for row in machine._state.deployments.values():

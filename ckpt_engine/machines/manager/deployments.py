@@ -35,7 +35,7 @@ from ckpt_engine.machines.manager.recipients import HEALTH
 from ckpt_engine.machines.manager.report import judge, presumed_outcome, tell_probe
 from ckpt_engine.machines.manager.staging import observed
 from ckpt_engine.machines.manager.state import ManagerState
-from ckpt_engine.machines.manager.update import Update
+from ckpt_engine.machines.manager.update import InstallJob, Update
 from ckpt_engine.machines.manager.versions import Commit
 from ckpt_engine.v1 import manager_pb2
 
@@ -212,7 +212,7 @@ class Deployments:
         for number, row in self.state.deployments.items():
             course, name = self.courses[number], goal.replicas[0]
             version = row.base if row.state == deploy.UNDONE else row.target
-            if name not in row.in_waves or goal.sealed != version or update.cut:
+            if name not in row.in_waves or goal.sealed != version or update.course.cut:
                 continue
             outcome = None if report is None else report.replicas[0]
             if outcome is not None:
@@ -359,8 +359,8 @@ class Deployments:
                 course.waits_for = reason
                 if course.ended is None and not deploy.not_ready(fleet):
                     for update in self.attempts():
-                        if update.goal.waits and update.goal.sealed == row.target:
-                            update.go_on(now)
+                        if isinstance(update.job, InstallJob) and update.goal.sealed == row.target:
+                            update.job.go_on(now)
                 if seconds is not None:
                     self.state.set_timer(DeploymentLook(row.number), seconds)
 
@@ -387,7 +387,8 @@ class Deployments:
     def _fleet(self, row: Deployment, course: DeploymentCourse) -> Fleet:
         """The participants. One whose attempt goes on is not at the target yet: its outcome is still to come."""
         attempts = {update.goal.replicas[0]: update for update in self.attempts()}
-        ready = {name for name, update in attempts.items() if update.ready and update.goal.sealed == row.target}
+        jobs = [(name, each.job) for name, each in attempts.items() if each.goal.sealed == row.target]
+        ready = {name for name, job in jobs if isinstance(job, InstallJob) and job.ready}
         course.ready |= ready
         replicas, failures = self.state.members.replicas, course.failures
         fleet = {name: observed(replicas.get(name), row.target, failures.get(name, "")) for name in row.participants}

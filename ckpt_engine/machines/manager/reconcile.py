@@ -300,7 +300,7 @@ class LateReplicas:
     def cut_short(self, meets: Callable[[Goal], bool], reason: str, now: float) -> None:
         """Ends the attempts that stand in the way of something more important. meets: whether a goal does."""
         for update in self.turns.updates.attempts():
-            if meets(update.goal) and not update.cut:
+            if meets(update.goal) and not update.course.cut:
                 self.catch_up.cut_short(update.goal.replicas[0])
                 update.cut_short(reason, now)
 

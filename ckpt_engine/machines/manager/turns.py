@@ -153,9 +153,9 @@ class Updates:
         self.running.remove(update)
         self.state.claims.end(update.number)
         refusal = update.refusal
-        if update.goal.is_attempt and not update.cut:
+        if update.goal.is_attempt and not update.course.cut:
             self._note_failure(update)
-        if update.goal.is_attempt and update.goal.sealed is not None and refusal is not None and not update.cut:
+        if update.goal.is_attempt and update.goal.sealed is not None and refusal is not None and not update.course.cut:
             notice = manager_pb2.NotBrought(identity=update.goal.sealed.message(), reason=refusal.message)
             self.state.send_to(update.goal.replicas[0], notice)
         self.on_end(update)

@@ -18,6 +18,7 @@ Every message that must be acted on is sent again until it is answered, and at o
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -309,7 +310,7 @@ class InstallJob(Job):
         self._course, self._recipients, self._collective = parts.course, parts.recipients, parts.collective
         self._started = now
         self._patience = max(self._course.state.deadlines.stall, self._course.state.deadlines.quiesce)  # seconds
-        self._heard: dict[str, manager_pb2.Progress] = {}  # by replica, the last progress of its install
+        self._heard = defaultdict[str, manager_pb2.Progress](manager_pb2.Progress)  # by replica, its last
         self._waits = parts.goal.waits
         self._asked_back = ""  # why all were asked to abandon their installs; empty: they were not
         self._course.awaited[Phase.INSTALLING] = self._named
@@ -393,7 +394,7 @@ class InstallJob(Job):
     def ready(self) -> bool:
         """Whether its replicas have no outcome, and may be told to pause their engines, or were."""
         names = self._recipients.waiting_for()
-        return bool(names) and (not self._waits or all(map(self._is_ready, names)))
+        return bool(names) and (not self._waits or all(self._heard[name].ready for name in names))
 
     def go_on(self, now: float) -> None:
         """Tells replicas that are ready to pause their engines, and to install."""
@@ -401,9 +402,6 @@ class InstallJob(Job):
             self._waits = False
             self._listen()
             self.send(now)
-
-    def _is_ready(self, name: str) -> bool:
-        return self._heard.get(name, manager_pb2.Progress()).ready
 
     def silence(self) -> None:
         """Handles that no install reported progress for a while: asks all to abandon theirs, then excludes the rest.
@@ -415,7 +413,7 @@ class InstallJob(Job):
             self.ask_back(f"no install has told anything new for {self._patience:g} s")
             return
         for name in self._settled():
-            stage = enum_word(manager_pb2.Stage, self._heard.get(name, manager_pb2.Progress()).stage)
+            stage = enum_word(manager_pb2.Stage, self._heard[name].stage)
             message = f"{self._asked_back}, so it was asked to go back, and has given no outcome (stage {stage}); its "
             message += f"agent goes on by itself{self._recipients.says(name)}"
             self._recipients.leave_out(name, deadline(message, replica=name).problem)
@@ -442,7 +440,7 @@ class InstallJob(Job):
 
     def _settled(self) -> list[str]:
         """The replicas without an outcome that read nothing which may change when the callers return."""
-        reading = {name for name in self._live() if not self._heard.get(name, manager_pb2.Progress()).goes_back}
+        reading = {name for name in self._live() if not self._heard[name].goes_back}
         return sorted(set(self._apart()) - reading)
 
     def _apart(self) -> list[str]:
@@ -500,7 +498,7 @@ class Update:
             PlanPipeline(state),
             before,
         )
-        self._job: Job = SealJob(self._parts)
+        self.job: Job = SealJob(self._parts)
         self.report: manager_pb2.UpdateReport | None = None  # once every replica has an outcome
         self.refusal: Problem | None = None  # why it was refused, if it was
         self.started: Started | None = None  # the deployment that goes on without it
@@ -511,11 +509,6 @@ class Update:
     def phase(self) -> Phase:
         """What it does now."""
         return self.course.phase
-
-    @property
-    def cut(self) -> str:
-        """Why it was cut short; empty: it was not."""
-        return self.course.cut
 
     @property
     def released(self) -> bool:
@@ -535,7 +528,7 @@ class Update:
     @property
     def installs(self) -> Fence | None:
         """The fence of its intent; None before that is decided."""
-        return self._job.fence if isinstance(self._job, CommitJob | InstallJob) else None
+        return self.job.fence if isinstance(self.job, CommitJob | InstallJob) else None
 
     def describe(self) -> str:
         """One line for blocked callers: what runs."""
@@ -550,10 +543,10 @@ class Update:
 
     def under_way(self) -> tuple[list[str], Version | None]:
         """The replicas without an outcome, and the version, from the intent on: it writes to them, or is about to."""
-        if isinstance(self._job, CommitJob) and self._job.deployment is not None:
-            return list(self._job.deployment.in_waves), self._job.version.identity
-        if isinstance(self._job, CommitJob | InstallJob) and self.phase is not Phase.REPORTING:
-            return self._parts.recipients.waiting_for(), self._job.version.identity
+        if isinstance(self.job, CommitJob) and self.job.deployment is not None:
+            return list(self.job.deployment.in_waves), self.job.version.identity
+        if isinstance(self.job, CommitJob | InstallJob) and self.phase is not Phase.REPORTING:
+            return self._parts.recipients.waiting_for(), self.job.version.identity
         return [], None
 
     def start(self, now: float) -> None:
@@ -567,23 +560,13 @@ class Update:
         self.course.cut = reason
         if self.course.refusable:
             self._refuse(Problem(code=Problem.CODE_ABORTED, message=reason))
-        elif isinstance(self._job, InstallJob):
-            self._job.ask_back(reason)
+        elif isinstance(self.job, InstallJob):
+            self.job.ask_back(reason)
 
     def outrun(self) -> None:
         """Refuses, since members have seen higher epochs than the ledger had and would not obey this one."""
         if self.course.refusable:
             self._refuse(unavailable("the ledger was rolled back, and epochs are skipped: try again").problem)
-
-    @property
-    def ready(self) -> bool:
-        """As `InstallJob.ready`."""
-        return isinstance(self._job, InstallJob) and self._job.ready
-
-    def go_on(self, now: float) -> None:
-        """Tells its replica, which is ready, to install."""
-        if isinstance(self._job, InstallJob):
-            self._job.go_on(now)
 
     def caller_left(self, rank: int) -> None:
         """Takes the cancellation of a rank's call."""
@@ -594,7 +577,7 @@ class Update:
         before = self._parts.before
         if before is not None and before.phase is Phase.OVER:
             self._parts.before = None
-        if isinstance(self._job, CandidateJob) or (self.phase is Phase.QUEUEING and not self.course.waits):
+        if isinstance(self.job, CandidateJob) or (self.phase is Phase.QUEUEING and not self.course.waits):
             self._go_on(now)
 
     # -- members come and go
@@ -636,14 +619,14 @@ class Update:
             if isinstance(member, TrainerRank):
                 self._parts.collective.drop(member)
                 if alive:
-                    self._job.send(now)
+                    self.job.send(now)
                 self._go_on(now)
 
     # -- messages, results and timers
 
     def message(self, member: Member, body: object, now: float) -> None:
         """Takes a member's message. The job ignores those with another fence."""
-        self._job.message(member, body, now)
+        self.job.message(member, body, now)
         self._go_on(now)
 
     def planned(self, task: PlanTask, done: Done, now: float) -> None:
@@ -654,9 +637,9 @@ class Update:
 
     def done(self, step: Key, done: Done, now: float) -> None:
         """Takes the ledger's answer."""
-        match self._job:
+        match self.job:
             case CommitJob() if step is Entry.INTENT:
-                self._begin(self._job.written(done, now))
+                self._begin(self.job.written(done, now))
                 self._go_on(now)
             case InstallJob(reported=report) if step is Entry.REPORT:
                 self._begin(Over(report=report))
@@ -669,8 +652,8 @@ class Update:
                 self._send_missing(now)
             case CourseTimer.END:
                 self._out_of_time(now)
-            case CourseTimer.SILENCE if isinstance(self._job, InstallJob) and self.phase is Phase.INSTALLING:
-                self._job.silence()
+            case CourseTimer.SILENCE if isinstance(self.job, InstallJob) and self.phase is Phase.INSTALLING:
+                self.job.silence()
                 self._go_on(now)
             case CourseTimer.HALF if self.phase is Phase.PREPARING and self._parts.recipients.enough:
                 self._phase_over(now)
@@ -689,17 +672,17 @@ class Update:
 
     def _send_missing(self, now: float) -> None:
         """Sends what has not been answered, the first time and again; then goes on."""
-        self._job.send(now)
+        self.job.send(now)
         self._go_on(now)
 
     def _go_on(self, now: float) -> None:
         """Goes on as far as the answers allow."""
-        while (following := self._job.advance(now)) is not None:
+        while (following := self.job.advance(now)) is not None:
             self._begin(following)
 
     def _begin(self, job: Job) -> None:
         """Begins a job, since the one before has ended; or ends the update."""
-        self._job = job
+        self.job = job
         if not isinstance(job, Over):
             return
         self.refusal, self.report = job.refusal, None if self.goal.dry_run else job.report
@@ -718,7 +701,7 @@ class Update:
 
     def _phase_over(self, now: float) -> None:
         """Has the job go on without silent members, or ends."""
-        job = self._job.overdue(now - self.course.started, now)
+        job = self.job.overdue(now - self.course.started, now)
         if job is not None:
             self._begin(job)
         self._go_on(now)
@@ -727,6 +710,6 @@ class Update:
         seconds = now - self.course.started
         if self.course.refusable:
             self._refuse(deadline(f"the update was still {self.course.activity} after {seconds:.1f} s").problem)
-        elif isinstance(self._job, InstallJob):
-            self._job.out_of_time(seconds)
+        elif isinstance(self.job, InstallJob):
+            self.job.out_of_time(seconds)
             self._go_on(now)
