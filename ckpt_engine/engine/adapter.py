@@ -290,5 +290,5 @@ def load_shelf_module(kind: str) -> ShelfModule:
     """The module that drives the shelves of engines of `kind`. Raises ValueError if such engines have none."""
     module = load_adapter(kind)
     if not hasattr(module, "create_shelf_adapter"):
-        raise ValueError(f"--adapter: {engine_kind(kind).title} serves no adapters")
+        raise ValueError(f"--adapter: {engine_kind(kind).title} serves no adapters; publish the merged model")
     return cast(ShelfModule, module)

@@ -163,7 +163,7 @@ class GatewayEngine:
         tokens, found = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
         if tokens is None or ("logprobs" in body and len(found or ()) != len(tokens)):
             raise error(
-                Problem.INTERNAL, f"{self._url} answers without token ids or their logprobs: {str(choice)[:500]}"
+                Problem.CODE_INTERNAL, f"{self._url} answers without token ids or their logprobs: {str(choice)[:500]}"
             )
         pairs = zip(tokens, found or (), strict=False)
         logprobs = [{token: Logprob(value)} for token, value in pairs] if "logprobs" in body else None
@@ -178,7 +178,7 @@ class GatewayEngine:
         return self._model
 
     def _refusal(self, response: httpx.Response) -> CkptEngineError:
-        code = Problem.INTERNAL if response.is_server_error else Problem.INVALID_ARGUMENT
+        code = Problem.CODE_INTERNAL if response.is_server_error else Problem.CODE_INVALID_ARGUMENT
         return error(code, f"{response.url} answers {response.status_code}: {response.text[:500]}")
 
     async def sleep(self, level: int = 1) -> None:

@@ -10,9 +10,11 @@ import torch
 _WRAPPERS = ("base_model.model.", ".base_layer", ".modules_to_save.default")
 
 
-def publishable(model: Any) -> Any:
-    """What to publish of a model: itself; for one with adapters a callable that merges them at each update."""
-    return merged(model) if hasattr(model, "merge_adapter") and hasattr(model, "peft_config") else model
+def publishable(model: Any, merge: bool = True) -> Any:
+    """What to publish of a model: itself; for one with adapters, if they are to be merged, a callable that does so at
+    each update."""
+    has_adapters = hasattr(model, "merge_adapter") and hasattr(model, "peft_config")
+    return merged(model) if merge and has_adapters else model
 
 
 def merged(model: Any) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
@@ -27,17 +29,30 @@ def merged(model: Any) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
     def walk() -> Iterator[tuple[str, torch.Tensor]]:
         model.merge_adapter()
         try:
-            # A state dict has tied weights under each name, as checkpoints do; yield each memory once.
-            yielded: set[tuple[int, tuple[int, ...]]] = set()
-            for name, tensor in model.state_dict(keep_vars=True).items():
-                key = (tensor.data_ptr(), tuple(tensor.shape))
-                if _is_part(name, model.prefix) and not (tensor.numel() and key in yielded):
-                    yielded.add(key)
-                    yield plain_name(name), tensor
+            yield from _parts(model)
         finally:
             model.unmerge_adapter()
 
     return walk
+
+
+def base_weights(model: Any) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
+    """A callable for `Trainer.publish` of the model below a PeftModel's adapters, under the names of its checkpoint."""
+
+    def walk() -> Iterator[tuple[str, torch.Tensor]]:
+        return _parts(model)
+
+    return walk
+
+
+def _parts(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    # A state dict has tied weights under each name, as checkpoints do; yield each memory once.
+    yielded: set[tuple[int, tuple[int, ...]]] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        key = (tensor.data_ptr(), tuple(tensor.shape))
+        if _is_part(name, model.prefix) and not (tensor.numel() and key in yielded):
+            yielded.add(key)
+            yield plain_name(name), tensor
 
 
 def plain_name(name: str) -> str:

@@ -41,7 +41,8 @@ class UpdateCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Publishes, and updates from the weights that training begins with."""
         if not self._updates.opened:
-            self._updates.open(publishable(model), rank=args.process_index, world_size=args.world_size)
+            weights = publishable(model, merge=not self._updates.adapter)
+            self._updates.open(weights, rank=args.process_index, world_size=args.world_size)
         self._updates.bring(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -87,7 +88,7 @@ class Rollouts:
         """One completion for each prompt: prompt_ids, completion_ids, logprobs (of the sampled tokens, natural)."""
         if not self._updates.opened:
             self._updates.open(
-                publishable(trainer.accelerator.unwrap_model(trainer.model)),
+                publishable(trainer.accelerator.unwrap_model(trainer.model), merge=not self._updates.adapter),
                 rank=trainer.accelerator.process_index,
                 world_size=trainer.accelerator.num_processes,
             )
@@ -110,19 +111,21 @@ class Rollouts:
         self._client.close()
 
     def _complete(self, prompt: list[int], url: str, sampling: dict[str, Any]) -> tuple[list[int], list[float]]:
+        served = self._updates.served
+        assert served is not None
+        adapter = f"{self._updates.adapter}@{served.version}" if self._updates.adapter else ""
         body = {
             **sampling,
-            "model": self._model or self._model_name(url),
+            "model": adapter or self._model or self._model_name(url),
             "prompt": prompt,
             "n": 1,
             "logprobs": 0,
             "return_token_ids": True,
             "seed": secrets.randbits(SEED_BITS),
         }
-        served = self._updates.served
-        assert served is not None
         # A gateway then skips replicas that it knows to hold other weights; a replica that holds them answers 409.
         headers = {"x-ckpt-engine-lineage": served.lineage, "x-ckpt-engine-min-version": str(served.version)}
+        headers = {} if adapter else headers  # which mean the version of the base
         response = self._client.post(f"{url}/v1/completions", json=body, headers=headers)
         if response.status_code not in (200, 409):
             raise RuntimeError(f"{url}/v1/completions answered {response.status_code}: {response.text[:500]}")
@@ -132,7 +135,7 @@ class Rollouts:
         tokens, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
         if tokens is None or logprobs is None or len(tokens) != len(logprobs):
             raise RuntimeError(f"{url} answers without token ids or their logprobs: {str(choice)[:500]}")
-        other = _other_weights(response, choice, served)
+        other = _other_adapter(response, choice, adapter) if adapter else _other_weights(response, choice, served)
         if other:
             raise RuntimeError(_other_run(f"{url} answered with {other}", served))
         return tokens, logprobs
@@ -191,6 +194,12 @@ def _other_run(finding: str, served: UpdateReport) -> str:
         "these replicas (give each a pool of its own), or min_replicas was enough without this one (ask through a "
         "gateway, which knows who serves what)"
     )
+
+
+def _other_adapter(response: httpx.Response, choice: dict[str, Any], adapter: str) -> str:
+    """The version of an adapter that made an answer, if it is not this one; empty: it is."""
+    name = response.headers.get("x-ckpt-engine-adapter") or (choice.get("ckpt_engine") or {}).get("adapter")
+    return "" if name == adapter else str(name or "no adapter")
 
 
 def _other_weights(response: httpx.Response, choice: dict[str, Any], served: UpdateReport) -> str:

@@ -11,6 +11,8 @@ from typing import Any
 
 from ckpt_engine import CkptEngineError, Trainer, UpdateReport
 from ckpt_engine.core.problems import error, precondition
+from ckpt_engine.integrations.adapters import adapter as adapter_of
+from ckpt_engine.integrations.peft import base_weights
 from ckpt_engine.options import PauseMode
 from ckpt_engine.trainer.lineage import fresh_lineage
 from ckpt_engine.v1.weights_pb2 import Problem
@@ -25,6 +27,10 @@ class RankUpdates:
     numbers again. A named lineage goes on where it ended, and refuses lower numbers. pool, pause_mode, timeout: as for
     `Trainer`. min_replicas: so many suffice; None: all that are registered. on_report: called with each report, on the
     thread that trains.
+
+    adapter: bring a PeftModel's adapter (LoRA) by itself, under this name (docs/adapters.md). The model below it is
+    brought once, by `open`; `lineage`, `dtype`, `pool` and `pause_mode` are of that one. The adapter's lineage has its
+    name and goes on from run to run, so its versions are numbers of their own, and not what `bring` is called with.
     """
 
     def __init__(
@@ -39,6 +45,7 @@ class RankUpdates:
         pause_mode: PauseMode | None = None,
         min_replicas: int | None = None,
         timeout: float | None = None,
+        adapter: str = "",
         on_report: Callable[[UpdateReport], None] | None = None,
     ) -> None:
         self._manager, self._lineage, self._dtype = manager, lineage, dtype
@@ -46,14 +53,17 @@ class RankUpdates:
         self._replicas, self._wait = replicas, wait
         self._pause_mode, self._min_replicas, self._timeout = pause_mode, min_replicas, timeout
         self._on_report = on_report
+        self.adapter = adapter
+        self._base: Trainer | None = None  # of the model below an adapter
         self._trainer: Trainer | None = None
+        self._step: int | None = None
         self.served: UpdateReport | None = None
         """The last report of a version that is served; None: there was none."""
 
     @property
     def version(self) -> int | None:
-        """The version that the replicas serve."""
-        return None if self.served is None else self.served.version
+        """What `bring` was last called with: the replicas serve that."""
+        return self._step
 
     @property
     def opened(self) -> bool:
@@ -61,23 +71,43 @@ class RankUpdates:
         return self._trainer is not None
 
     def open(self, weights: Any, rank: int = 0, world_size: int = 1) -> None:
-        """Publishes, once; every rank calls it. weights: whatever `Trainer.publish` takes.
+        """Publishes, once; every rank calls it. weights: whatever `Trainer.publish` takes; with an adapter the
+        PeftModel.
 
         Raises CkptEngineError if they cannot be published, if there are too few replicas in time, or on a second call.
         """
         if self._trainer is not None:
             raise precondition("these updates have been opened already")
-        lineage = self._lineage
-        if lineage is None:
-            lineage = fresh_lineage(rank, world_size, os.environ)
-        trainer = Trainer(self._manager, rank=rank, world_size=world_size, lineage=lineage, pool=self._pool)
+        lineage = fresh_lineage(rank, world_size, os.environ) if self._lineage is None else self._lineage
+        if not self.adapter:
+            self._trainer = self._opened(weights, rank, world_size, lineage, self._pool, self._dtype)
+            return
+        root = ""
+        tensors = adapter_of(weights, lambda: root)
+        self._base = self._opened(base_weights(weights), rank, world_size, lineage, self._pool, self._dtype)
         try:
-            trainer.publish(weights, dtype=self._dtype)
+            report = self._base.update_weights(
+                pause_mode=self._pause_mode, timeout=self._timeout, min_replicas=self._min_replicas
+            )
+            if not report.ok:
+                raise _not_served(report)
+            root = report.root
+            self._trainer = self._opened(tensors, rank, world_size, self.adapter, self.adapter, None)
+        except BaseException:
+            self.close()
+            raise
+
+    def _opened(
+        self, weights: Any, rank: int, world_size: int, lineage: str | None, pool: str, dtype: str | None
+    ) -> Trainer:
+        trainer = Trainer(self._manager, rank=rank, world_size=world_size, lineage=lineage, pool=pool)
+        try:
+            trainer.publish(weights, dtype=dtype)
             trainer.wait_for_replicas(self._replicas, timeout=self._wait)
         except BaseException:
             trainer.close()
             raise
-        self._trainer = trainer
+        return trainer
 
     def bring(self, version: int) -> UpdateReport:
         """Brings the replicas to the weights as they are now; every rank calls it with the same version.
@@ -88,30 +118,33 @@ class RankUpdates:
         """
         if self._trainer is None:
             raise precondition("call open, with the weights, before bring")
+        number = None if self.adapter else version
         report = self._trainer.update_weights(
-            version, pause_mode=self._pause_mode, timeout=self._timeout, min_replicas=self._min_replicas
+            number, pause_mode=self._pause_mode, timeout=self._timeout, min_replicas=self._min_replicas
         )
         if self._on_report is not None:
             self._on_report(report)
         if not report.ok:
-            raise _not_served(version, report)
-        self.served = report
+            raise _not_served(report)
+        self.served, self._step = report, version
         return report
 
     def close(self) -> None:
         """Says goodbye to the manager. May be repeated; `open` may follow."""
-        trainer, self._trainer = self._trainer, None
-        if trainer is not None:
-            trainer.close()
+        trainers = [self._trainer, self._base]
+        self._trainer = self._base = None
+        for trainer in trainers:
+            if trainer is not None:
+                trainer.close()
 
 
-def _not_served(version: int, report: UpdateReport) -> CkptEngineError:
+def _not_served(report: UpdateReport) -> CkptEngineError:
     first = next((replica for replica in report.replicas if not replica.ok), None)
     problem = Problem() if first is None else first.message.problem
     return error(
         problem.code or Problem.CODE_UNAVAILABLE,
-        f"version {version} is not served by all replicas that must serve it (min_replicas says how many suffice):\n"
-        f"{report}",
+        f"version {report.version} is not served by all replicas that must serve it (min_replicas says how many "
+        f"suffice):\n{report}",
         problem.tensors,
         problem.ranks,
         "" if first is None else first.name,

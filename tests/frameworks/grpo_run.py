@@ -61,12 +61,13 @@ def main(manager: str, model: str, output: str, steps: str, adapters: str, *urls
     set_seed(0)
     live: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     options = {}
-    if adapters == "peft":
+    if adapters != "none":
         from peft import LoraConfig
 
         options["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     reports: list[Any] = []
-    rollouts = Judged(RankUpdates(manager, replicas=len(urls), on_report=reports.append), urls)
+    alone = "policy" if adapters == "alone" else ""
+    rollouts = Judged(RankUpdates(manager, replicas=len(urls), adapter=alone, on_report=reports.append), urls)
     words = tokenizer(live.config.vocab_size)
     trainer = GRPOTrainer(
         model=live,
@@ -95,7 +96,13 @@ def main(manager: str, model: str, output: str, steps: str, adapters: str, *urls
     trainer.train()
     rollouts.close()
     rewards = [line["reward"] for line in trainer.state.log_history if "reward" in line]
-    say(end=True, updates=[report.version for report in reports], ok=[report.ok for report in reports], rewards=rewards)
+    say(
+        end=True,
+        updates=[report.version for report in reports],
+        ok=[report.ok for report in reports],
+        bytes=[sum(replica.nbytes for replica in report.replicas) for report in reports],
+        rewards=rewards,
+    )
 
 
 if __name__ == "__main__":

@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.cluster import Cluster
+from tests.cluster import Cluster, running_cluster
+from tests.engines.vllm_server import start_vllm
 from tests.frameworks.trl_runs import CLOSE, say
+from tests.frameworks.words import tokenizer
 from tests.gateway.gateways import running_gateway
+from tests.tiny_model import make_tiny_qwen3
 
 STEPS = 5
 TWO_RANKS = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0")
@@ -72,6 +76,27 @@ def asynchronous(cluster: Cluster, path: Path, *options: str) -> list[dict[str, 
     with running_gateway(path / "gateway.log", "--manager", cluster.address) as gateway:
         program = ("-m", "tests.frameworks.async_run")
         return say(cluster, path, *program, then=(str(STEPS), packages, gateway.url, *options))
+
+
+@with_vllm
+def test_grpo_brings_an_adapter_by_itself(tmp_path: Path) -> None:
+    """The model below it once, and then the adapter at each step; a second run goes on with the adapter's numbers."""
+    model = make_tiny_qwen3(tmp_path / "model", dtype=torch.float32)
+    tokenizer(model.config.vocab_size).save_pretrained(tmp_path / "model")
+    size = sum(tensor.nbytes for tensor in model.state_dict().values())
+    with running_cluster(tmp_path) as cluster:
+        slots = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
+        start_vllm(
+            *(cluster, "vllm", tmp_path / "model", "--dtype", "float32", "--no-skip-tokenizer-init", *slots),
+            options=("--adapter", "policy=2"),
+        ).registered(600)
+        for first in (0, STEPS):
+            *rollouts, end = run(cluster, tmp_path, adapters="alone")
+            assert [each["version"] for each in rollouts] == list(range(STEPS))
+            assert end["updates"] == list(range(first, first + STEPS)), "numbers of its own"
+            assert all(end["ok"])
+            assert max(end["bytes"]) < size / 10
+            assert max(each["logprob_difference"] for each in rollouts) < 10 * CLOSE, "added, and not merged"
 
 
 @with_vllm
