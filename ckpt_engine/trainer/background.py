@@ -51,9 +51,11 @@ _TELL_SECONDS = 8.0
 
 class LostLeaderError(CkptEngineError):
     """Raised for an update whose manager was lost, where several are named. version: that this rank has sealed for it;
-    None: it has not sealed. sealed: under which fence."""
+    None: it has not sealed. sealed: under which fence; None: likewise."""
 
-    def __init__(self, problem: weights_pb2.Problem, version: int | None, sealed: weights_pb2.Fence) -> None:
+    def __init__(
+        self, problem: weights_pb2.Problem, version: int | None, sealed: weights_pb2.Fence | None = None
+    ) -> None:
         super().__init__(problem)
         self.version, self.sealed = version, sealed
 
@@ -181,7 +183,7 @@ class Background:
             return call.serve(on_progress, seconds)
         except CkptEngineError as error:
             if error.code == ErrorCode.UNAVAILABLE and names_several(self._address) and self._ended(session):
-                sealed = weights_pb2.Fence(cluster=call.cluster, epoch=call.sealed)
+                sealed = None if call.version is None else weights_pb2.Fence(cluster=call.cluster, epoch=call.sealed)
                 raise LostLeaderError(error.problem, call.version, sealed) from None
             raise
         finally:

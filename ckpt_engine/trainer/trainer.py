@@ -271,7 +271,7 @@ class Trainer:
                     report = UpdateReport(self._background.update(request, remaining, on_progress))
                 except LostLeaderError as lost:
                     # Whatever was decided, it was for the version that this rank has sealed, if it has.
-                    if lost.version is not None:
+                    if lost.version is not None and lost.sealed is not None:
                         request.version = lost.version
                         request.sealed.CopyFrom(lost.sealed)
                     if time.monotonic() + POLL_SECONDS >= end:
