@@ -474,7 +474,7 @@ def _store_seal(run: Statements, identity: Version, fill: int, record: bytes | N
         f"ON CONFLICT (lineage, version) DO {update if fill else 'NOTHING'}",
         (identity.lineage, identity.number, identity.root, fill, record),
     )
-    kept = {(each.lineage, each.number) for each in keeps}
+    names = {(each.lineage, each.number) for each in keeps}
     for lineage, version in run.execute("SELECT lineage, version FROM seals").fetchall():
-        if (lineage, version) not in kept:
+        if (lineage, version) not in names:
             run.execute("DELETE FROM seals WHERE lineage = ? AND version = ?", (lineage, version))

@@ -66,6 +66,11 @@ class Goal:
         return self.held is not None and not self.is_attempt
 
     @property
+    def known(self) -> HeldVersion | None:
+        """The version, if it has its root and its record already, and is not sealed now."""
+        return self.held or self.resumes
+
+    @property
     def sealed(self) -> Version | None:
         """The version, if it was sealed before and is only read again."""
         return None if self.held is None else self.held.identity

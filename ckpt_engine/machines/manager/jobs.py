@@ -1,15 +1,22 @@
-"""Says what each job of an update does, and how an update ends. The jobs themselves, and what follows which, are in
-`update.py`."""
+"""Says what each job of an update does, what they share, and how an update ends. The jobs themselves, and what follows
+which, are in `update.py`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from ckpt_engine.core.version import Version
 from ckpt_engine.machines.events import Call, StoredSeal
+from ckpt_engine.machines.manager.absences import Absences, Ranks
+from ckpt_engine.machines.manager.collective import UpdateCollective
+from ckpt_engine.machines.manager.course import Course
 from ckpt_engine.machines.manager.deploy import Deployment
+from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.members import Member
-from ckpt_engine.machines.manager.plan_pipeline import Way
+from ckpt_engine.machines.manager.plan_pipeline import PlanPipeline, Way
+from ckpt_engine.machines.manager.recipients import Recipients
+from ckpt_engine.machines.manager.update_relays import UpdateRelays
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
@@ -60,3 +67,29 @@ class Over(Job):
     refusal: weights_pb2.Problem | None = None
     report: manager_pb2.UpdateReport | None = None  # None: it was refused, or a deployment goes on
     started: Started | None = None  # the deployment that goes on; None: there is none
+
+
+class Entry(Enum):
+    """Tasks of an update that write to the ledger."""
+
+    INTENT = auto()
+    REPORT = auto()
+
+
+@dataclass
+class Parts:
+    """What all jobs of one update share."""
+
+    course: Course
+    recipients: Recipients
+    absences: Absences
+    ranks: Ranks
+    collective: UpdateCollective
+    pipeline: PlanPipeline  # of what replicas read from the sources
+    before: Parts | None  # of the update with installs that go on; None: there is none
+    relays: UpdateRelays | None = None  # None: no relay brings anything, as far as is known
+
+    @property
+    def goal(self) -> Goal:
+        """What it is to do."""
+        return self.course.goal

@@ -55,6 +55,7 @@ from ckpt_engine.machines.manager.deployments import (
 from ckpt_engine.machines.manager.forgetting import ForgetTimer, Forgetting, ForgottenWrite, LineagesLook
 from ckpt_engine.machines.manager.goal import Goal
 from ckpt_engine.machines.manager.holdings import Holdings, JoinRetry, located
+from ckpt_engine.machines.manager.jobs import Entry
 from ckpt_engine.machines.manager.ledger_recovery import CommitsRead, CommitsRetry, LedgerRecovery
 from ckpt_engine.machines.manager.members import Hello, Holder, Member, Replica, TrainerRank, take_beat, tells_nothing
 from ckpt_engine.machines.manager.operators import HoldWrite, OperatorHolds, operate
@@ -66,7 +67,6 @@ from ckpt_engine.machines.manager.sleep_wake import SleepWakeCall, SleepWakeEnd,
 from ckpt_engine.machines.manager.state import EpochRetry, EpochSpending, ManagerState
 from ckpt_engine.machines.manager.status import Watched, blobs_in_use, status_of, watched
 from ckpt_engine.machines.manager.turns import Turns
-from ckpt_engine.machines.manager.update import Entry
 from ckpt_engine.machines.manager.versions import Commits
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 

@@ -387,8 +387,9 @@ class Recipients:
         """A replica's last outcome, if that brought it to this version; None: another one, or none, is known."""
         replica = self._state.members.replicas.get(name)
         outcome = None if replica is None else replica.last_outcome
-        brought = outcome is not None and outcome.outcome == manager_pb2.OUTCOME_NEW_SERVING
-        return outcome if outcome is not None and brought and Version.or_none(outcome.after) == identity else None
+        if outcome is None or outcome.outcome != manager_pb2.OUTCOME_NEW_SERVING:
+            return None
+        return outcome if Version.or_none(outcome.after) == identity else None
 
     def _serves(self, name: str, identity: Version) -> bool:
         replica = self._state.members.replicas.get(name)

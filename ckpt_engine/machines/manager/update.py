@@ -20,20 +20,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from enum import Enum, auto
+from dataclasses import dataclass
 
 from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.problems import CkptEngineError, deadline, unavailable
 from ckpt_engine.core.version import Fence, Version
-from ckpt_engine.machines.events import Compiled, CompilePlans, Done, Key, RecordIntent, RecordOutcome, StoredSeal
+from ckpt_engine.machines.events import Compiled, CompilePlans, Done, Key, RecordOutcome, StoredSeal
 from ckpt_engine.machines.manager.absences import Absences, CallerAbsent, MemberAbsent, Ranks
 from ckpt_engine.machines.manager.collective import UpdateCollective
 from ckpt_engine.machines.manager.course import Course, CourseTimer, Phase, PhaseEnd
 from ckpt_engine.machines.manager.deploy import Deployment
 from ckpt_engine.machines.manager.dry_run import forecast
 from ckpt_engine.machines.manager.goal import Goal
-from ckpt_engine.machines.manager.jobs import Job, Over, SealedVersion, Started
+from ckpt_engine.machines.manager.jobs import Entry, Job, Over, Parts, SealedVersion, Started
 from ckpt_engine.machines.manager.members import Holder, Member, Replica, TrainerRank
 from ckpt_engine.machines.manager.placing import RelayAbsent, RelayRetry
 from ckpt_engine.machines.manager.plan_pipeline import Failed, Planned, PlanPipeline, PlanTask, Sealing, Way
@@ -46,32 +45,6 @@ from ckpt_engine.machines.manager.update_relays import UpdateRelays
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 Problem = weights_pb2.Problem
-
-
-class Entry(Enum):
-    """Tasks of an update that write to the ledger."""
-
-    INTENT = auto()
-    REPORT = auto()
-
-
-@dataclass
-class Parts:
-    """What all jobs of one update share."""
-
-    course: Course
-    recipients: Recipients
-    absences: Absences
-    ranks: Ranks
-    collective: UpdateCollective
-    pipeline: PlanPipeline  # of what replicas read from the sources
-    before: Update | None  # the one with installs that go on; None: there is none
-    relays: UpdateRelays | None = None  # None: no relay brings anything, as far as is known
-
-    @property
-    def goal(self) -> Goal:
-        """What it is to do."""
-        return self.course.goal
 
 
 class SealJob(Job):
@@ -135,8 +108,7 @@ class SealJob(Job):
             return refused
         self._course.begin(Phase.PLANNING, self._course.state.deadlines.plan, now)
         goal, seconds = self._parts.goal, self._course.remaining(now)
-        sealed = goal.held or goal.resumes
-        record, root = (None, b"") if sealed is None else (sealed.record, sealed.identity.root)
+        record, root = (None, b"") if goal.known is None else (goal.known.record, goal.known.identity.root)
         workers, members = self._recipients.workers(), self._parts.collective.replicas
         relays = relay_hosts(self._course.state)
         keeps, dry = goal.keeps_draft, goal.dry_run
@@ -165,8 +137,7 @@ class SealJob(Job):
         return self.advance(now)
 
     def _seal_now(self, now: float) -> Over | None:
-        """Has ranks seal although the version was committed: a collective sends only what was sealed in this call, and
-        what needs cut finer than the record is to be digested."""
+        """Has ranks seal although the version is committed: for a collective, or since needs cut its record finer."""
         self._parts.goal.resumes = None
         return self._plan(now)
 
@@ -176,9 +147,8 @@ class SealJob(Job):
         identity = Version(goal.lineage, goal.version, way.combined.root)
         if (problem := self._course.refusal(identity, now)) is not None:
             return Over(problem)
-        sealed = goal.held or goal.resumes
-        record = way.combined.record or (None if sealed is None else sealed.record)
-        fill = self._course.fence.epoch if sealed is None else sealed.fill
+        record = way.combined.record or (None if goal.known is None else goal.known.record)
+        fill = self._course.fence.epoch if goal.known is None else goal.known.fill
         version = SealedVersion(identity, way, StoredSeal(fill, record))
         if record is not None and (goal.held is None or self._recipients.cut_off):
             relays = UpdateRelays(self._course, self._recipients, identity, record)
@@ -265,12 +235,9 @@ class CandidateJob(Job):
         course.begin(Phase.RECORDING, course.state.deadlines.ledger, now)
         row = first_wave(course, identity, parts.recipients.prepared(), fence)
         selection = tuple(sorted(course.goal.selection)) if row is None else row.waves[0].replicas
-        intent = RecordIntent(fence.epoch, identity, course.remaining(now), selection)
-        if selection:
-            keeps = course.state.versions.keeps(identity)
-            deployment = None if row is None else row.message()
-            intent = replace(intent, deployment=deployment, seal=self.version.seal, keeps=keeps)
-        course.run(Entry.INTENT, intent)
+        deployment, seal = None if row is None else row.message(), self.version.seal
+        versions, seconds = course.state.versions, course.remaining(now)
+        course.run(Entry.INTENT, versions.intent(fence.epoch, identity, seconds, selection, deployment, seal))
         return CommitJob(parts, self.version, fence, row)
 
 
@@ -489,14 +456,14 @@ class Update:
         self.fence, self.number = course.fence, course.number
         self._on_end = on_end
         recipients = Recipients(state, goal, self.fence)
-        self._parts = Parts(
+        self._parts: Parts = Parts(
             course,
             recipients,
             Absences(state, goal, recipients, course.timer, course.cancel),
             Ranks(course, self._refuse),
             UpdateCollective(course, recipients),
             PlanPipeline(state),
-            before,
+            None if before is None else before._parts,
         )
         self.job: Job = SealJob(self._parts)
         self.report: manager_pb2.UpdateReport | None = None  # once every replica has an outcome
@@ -575,7 +542,7 @@ class Update:
     def look(self, now: float) -> None:
         """Goes on if other updates that it waited for have ended."""
         before = self._parts.before
-        if before is not None and before.phase is Phase.OVER:
+        if before is not None and before.course.phase is Phase.OVER:
             self._parts.before = None
         if isinstance(self.job, CandidateJob) or (self.phase is Phase.QUEUEING and not self.course.waits):
             self._go_on(now)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from ckpt_engine.core.problems import precondition
 from ckpt_engine.core.version import Version
-from ckpt_engine.machines.events import Published, StoredSeal
+from ckpt_engine.machines.events import Published, RecordIntent, StoredSeal
 from ckpt_engine.machines.manager.goal import Goal, HeldVersion
 from ckpt_engine.v1 import manager_pb2
 
@@ -209,10 +209,20 @@ class Versions:
 
     # -- what each is to serve
 
-    def keeps(self, identity: Version) -> tuple[Version, ...]:
-        """The versions of which the ledger keeps the seals once this one is committed: besides it those that were to be
-        served or committed last until now."""
-        return (*self.contents.keys(), identity)
+    def intent(
+        self,
+        epoch: int,
+        identity: Version,
+        seconds: float,
+        selection: tuple[str, ...],
+        deployment: manager_pb2.Deployment | None,
+        seal: StoredSeal,
+    ) -> RecordIntent:
+        """The ledger's task that records an intent. That of an attempt selects nothing, so it stores no seal. Beside
+        this version's the ledger keeps the seals of those that were to be served, or committed last, until now."""
+        if not selection:
+            return RecordIntent(epoch, identity, seconds)
+        return RecordIntent(epoch, identity, seconds, selection, deployment, seal, (*self.contents, identity))
 
     def begin(self, identity: Version, epoch: int, goal: Goal, seal: StoredSeal) -> None:
         """Takes a version that is about to be installed: commits it for the goal's selection. For an attempt keeps the
