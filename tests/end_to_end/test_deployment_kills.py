@@ -86,7 +86,7 @@ class Killed:
             self.cluster.start_manager("127.0.0.1:0")
             eventually("the manager answers again", PATIENCE, self.cluster._answers)
         elif victim == "relay":
-            relay(self.cluster)
+            relay(self.cluster).registered()
         elif victim == "agent":
             self.cluster.replica(name, "reference", self.model)
 
@@ -113,18 +113,21 @@ def killed(tmp_path_factory: pytest.TempPathFactory, bare_model: Path) -> Iterat
 
 def heal(world: World) -> int:
     """The version that all replicas serve after the next update, and that the relay holds."""
+    versions: set[int] = set()
 
     def updated() -> bool:
         world.train()
         try:
-            return world.trainer.update_weights(prefetch="always", timeout=120.0).ok
+            if not world.trainer.update_weights(prefetch="always", timeout=120.0).ok:
+                return False
         except CkptEngineError:
             return False
+        versions.clear()
+        versions.update(world.serve().values())
+        return len(versions) == 1 and versions.issubset(world.cluster.relays[-1].held)
 
-    eventually("an update reaches all", PATIENCE, updated)
-    (version,) = set(world.serve().values())
-    eventually("the relay holds it", PATIENCE, lambda: version in world.cluster.relays[-1].held)
-    return version
+    eventually("an update reaches all, and the relay holds it", PATIENCE, updated)
+    return versions.pop()
 
 
 @contextlib.contextmanager

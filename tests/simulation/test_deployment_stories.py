@@ -390,7 +390,7 @@ def test_options_that_contradict_each_other_are_refused(story: Story) -> None:
         ({"strategy": "slowly"}, "none of all, rolling, canary, all_or_none"),
         ({"strategy": "rolling", "wave_share": 1.5}, "a share of them between 0 and 1"),
         ({"strategy": "canary", "conditions": errors}, "give that one too, as 'time=300' or 'person'"),
-        ({"strategy": "canary", "conditions": weather}, "condition 'weather' is none of time, person, errors"),
+        ({"strategy": "canary", "conditions": weather}, "condition 'weather' is none of time, person, probe, errors"),
     ):
         refused(story.trained(group, **wishes), Problem.CODE_INVALID_ARGUMENT, words)
     refused(story.deploy(Action.ACTION_UNDO), Problem.CODE_NOT_FOUND, "undecided are: none")

@@ -99,8 +99,8 @@ class Gather:
     def describe(self) -> str:
         """One line for blocked callers: what it waits for."""
         why = self._deployment()
-        there = "all are there" + (f", and wait for {why}" if why else "")
-        return f"gathering ranks of lineage {self.lineage!r}: {'; '.join(self._missing()) or there}"
+        lacks = "; ".join(self._missing()) or "all are there" + (f", and wait for {why}" if why else "")
+        return f"gathering ranks of lineage {self.lineage!r}: {lacks}"
 
     def known(self) -> bool:
         """Whether any rank has ever said hello and not left."""
