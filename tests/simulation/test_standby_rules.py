@@ -63,7 +63,7 @@ def test_the_simulation_notices_without(mistake: Mistake, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("slant", [STANDBY, RELAYED, STAGED], ids=["plain", "relays", "staged"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_leaders_are_lost_and_promises_hold(slant: Slant, seed: int) -> None:
     run_seed(seed, crashes=True, slant=slant)
 
@@ -71,5 +71,5 @@ def test_leaders_are_lost_and_promises_hold(slant: Slant, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("slant", [STANDBY, RELAYED, STAGED], ids=["plain", "relays", "staged"])
 def test_leaders_are_lost_in_many_stories(slant: Slant) -> None:
-    for seed in range(4, 60):
+    for seed in range(2, 14):
         run_seed(seed, crashes=True, slant=slant)
