@@ -137,7 +137,7 @@ class Database:
                 if problem is None and time.monotonic() + PAUSE >= end:
                     problem = unavailable(
                         f"the ledger {self.name} does not answer: {self._words(error)}. {self._seconds:g} s were "
-                        "waited for it: start PostgreSQL, or correct --ledger"
+                        "waited for it: start PostgreSQL, or correct --ledger; of a replicated one name all hosts"
                     )
                 if problem is not None:
                     raise (TaskFailedError(problem.problem, answered=False) if commit_sent else problem) from None

@@ -138,7 +138,7 @@ class Term:
         try:
             await self._renew()
             if not self._given_up:
-                log.warning("the term has ended: ledger=%s did not renew it for %g s", self.name, self._seconds)
+                log.warning("the term has ended: it was not renewed for %g s ledger=%s", self._seconds, self.name)
         except LostTermError as error:
             log.warning("%s", error.problem.message)
             self._given_up = True
