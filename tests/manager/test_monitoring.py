@@ -229,6 +229,23 @@ def test_an_agent_is_scraped(tmp_path: Path) -> None:
         assert nowhere == ""
 
 
+def test_figures_of_a_probe_are_those_of_the_last_outcome() -> None:
+    manager = Manager()
+    for name in ("asked", "silent", "unasked"):
+        manager.status.replicas.append(replica(name, 7))
+    figures = manager_pb2.ProbeFigures(mean=0.25, kl=0.5)
+    answer = manager_pb2.ProbeAnswer(engine=figures, before=figures, broken=["mean 0.25 above 0.1"])
+    manager.status.replicas[0].last_outcome.probe.CopyFrom(answer)
+    manager.status.replicas[1].last_outcome.probe.problem.message = "too late"
+    found = {key: value for key, value in samples(manager.metrics.registry).items() if "_probe_" in key[0]}
+    first = "ckpt_engine_replica_probe_"
+    assert {name for name, _ in found} == {first + each for each in ("bad", "mean", "p99", "largest", "kl", "clipped")}
+    assert {labels for _, labels in found} == {("asked",), ("silent",), ("engine", "asked"), ("before", "asked")}
+    assert found[f"{first}mean", ("engine", "asked")] == 0.25
+    assert found[f"{first}kl", ("before", "asked")] == 0.5
+    assert found[f"{first}bad", ("asked",)] == found[f"{first}bad", ("silent",)] == 1
+
+
 def exported(tmp_path: Path) -> set[str]:
     """Every name that a query may use."""
     manager = Manager()
@@ -236,6 +253,7 @@ def exported(tmp_path: Path) -> set[str]:
     manager.status.holders.append(relay_status())
     manager.status.replicas[-1].scrubs.add(passes=1, passed_at=1.0, bytes=1)
     manager.status.replicas[-1].connected = True
+    manager.status.replicas[-1].last_outcome.probe.engine.flips = 0.5
     outcome = manager_pb2.ReplicaOutcome(replica="new", outcome=manager_pb2.OUTCOME_NEW_SERVING)
     stage = manager_pb2.StageSeconds(stage=manager_pb2.STAGE_PLAN, seconds=1)
     outcome.edges.add(transport="file", bytes=1)
