@@ -36,7 +36,7 @@ def main() -> None:
     fully_shard(model, mesh=mesh)
     held = sum(parameter.to_local().numel() for parameter in model.parameters())
     assert held < 0.6 * whole, "this rank should hold about half of the model"
-    probe = Probe([list(range(5, 29))], model_score(model))
+    probe = Probe([list(range(5, 17))], model_score(model))
     with Trainer(address, rank=rank, world_size=2, lineage=sys.argv[4], probe=probe) as trainer:
         trainer.publish(model)
         for version, line in enumerate(sys.stdin):
@@ -49,7 +49,7 @@ def main() -> None:
             assert report.ok, report
             assert report.verified
             assert report.message.source_copies == 1
-            assert all(each.probe is not None and each.probe.engine.tokens == 23 for each in report.replicas)
+            assert all(each.probe is not None and each.probe.engine.tokens == 11 for each in report.replicas)
             assert not report.probe, report.details
             assert sum(parameter.to_local().numel() for parameter in model.parameters()) == held, "it is sharded again"
             print(f"updated {version}", flush=True)
