@@ -640,8 +640,7 @@ def test_a_resolver_that_does_not_answer_is_waited_for_no_longer_than_the_relay(
         said = refused(offered, Problem.CODE_DEADLINE_EXCEEDED)
     finally:
         ended.set()
-    assert "was not resolved within 0.0" in said  # less than what was there, since some is gone by then
-    assert "s where node-7.example is" in said
+    assert "node-7.example was not resolved within 0.0" in said  # less than what was there, since some is gone by then
 
 
 def test_the_next_address_is_tried_and_ipv6_is_one(owner: Owner) -> None:
