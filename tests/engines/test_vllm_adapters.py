@@ -216,7 +216,7 @@ def test_commands_and_the_gateway_know_adapters(world: World, tmp_path: Path) ->
     assert "vllm.policy" in (tmp_path / "trace.json").read_text()
     with running_gateway(tmp_path / "gateway.log", "--manager", world.cluster.address) as gateway:
         gateway.ready()
-        body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+        body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True, "detokenize": False}
         for wish, version in ((f"policy@{first}", first), ("policy", second)):
             answer = gateway.post("/v1/completions", {**body, "model": wish, "ignore_eos": True})
             (choice,) = answer.json()["choices"]
