@@ -116,7 +116,8 @@ def relay(
         typer.Option(
             envvar="CKPT_ENGINE_RELAY_DELTAS",
             help="Send other relays, and ask them for, what has changed since the version before: where that is there "
-            "sooner (auto), wherever it has fewer bytes (always), or never.",
+            "sooner (auto), wherever it has fewer bytes (always), or never. Workers of this host install what has "
+            "changed, unless it is never.",
         ),
     ] = RelayDeltas.AUTO,
     metrics: Annotated[

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 
 HostBox = tuple[torch.Tensor, Sequence[int]]
 """View, first global coordinate of each axis."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 _SHARE_BYTES = 1 << 20  # at least, of what a thread takes at once
 _SHARES = 4  # for each thread
@@ -158,17 +161,27 @@ def _share_out(kernel: Kernel, jobs: Words, found: Words, greatest: Words, ends:
         kernel(jobs, found, greatest)
         return
     cuts = np.searchsorted(ends, np.arange(1, shares) * (int(ends[-1]) / shares)).tolist()
-    parts = iter([slice(first, last) for first, last in pairwise([0, *cuts, len(jobs)])])
+    parts = [slice(first, last) for first, last in pairwise([0, *cuts, len(jobs)])]
+    in_threads(lambda part: kernel(jobs[part], found[part], greatest[part]), parts)
 
-    def work() -> None:
-        for part in parts:  # the interpreter's lock gives each to one thread
-            kernel(jobs[part], found[part], greatest[part])
 
-    # Waking a thread takes as long as half a share, so each is woken once and then takes further jobs.
-    helping = [_pool(os.getpid(), threads).submit(work) for _ in range(min(threads, shares) - 1)]
-    work()
+def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """Does this work for each item, on as many threads as torch would use. Returns what came of each, in order; raises
+    what one raised."""
+    results: list[Result | None] = [None] * len(items)
+    waiting = iter(enumerate(items))
+
+    def some() -> None:
+        for number, item in waiting:  # the interpreter's lock gives each to one thread
+            results[number] = work(item)
+
+    # Waking a thread takes as long as half a share, so each is woken once and then takes further items.
+    threads = torch.get_num_threads()
+    helping = [_pool(os.getpid(), threads).submit(some) for _ in range(min(threads, len(items)) - 1)]
+    some()
     for each in helping:
         each.result()
+    return cast("list[Result]", results)
 
 
 @cache

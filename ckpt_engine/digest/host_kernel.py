@@ -64,6 +64,34 @@ ChangesKernel = Callable[
 hash of the first coordinate; factors of an element's lanes, uint64; bytes of an element) and returns the change of the
 digest modulo 2^64."""
 
+ReadKernel = Callable[
+    [np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]],
+    int,
+]
+"""Takes (places, uint32 [changes], row-major in a box and rising; axes, uint64 [rank, 3]: length, stride in elements,
+hash of the first coordinate; memory, from the box's first element to its last one, as unsigned numbers of its elements'
+width; elements, of the same type [changes]) and reads the elements at the places. Returns how many it has read: fewer
+than there are places where the next one does not rise, or lies outside the box."""
+
+WriteKernel = Callable[
+    [np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]],
+    None,
+]
+"""Takes the same, and writes the elements there. The places must be those of a whole read."""
+
+SumKernel = Callable[
+    [
+        np.ndarray[Any, Any],
+        np.ndarray[Any, Any],
+        np.ndarray[Any, Any],
+        np.ndarray[Any, Any],
+        np.ndarray[Any, Any],
+    ],
+    int,
+]
+"""Takes the same and the factors of an element's lanes, uint64, and returns the sum of (what lies there - element) *
+factor modulo 2^64."""
+
 NEXT, READY, ENDED, STATE = 0, 8, 16, 24
 """Indices of a state, each on a cache line of its own: the next free job, how many jobs have their memory, and whether
 no more will."""
@@ -80,6 +108,8 @@ _INDEX_STEP = np.uint64(factors.INDEX_STEP)
 _MIX_1 = np.uint64(factors.MIX_1)
 _MIX_2 = np.uint64(factors.MIX_2)
 _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
+_LANE_BITS, _LANE_MASK = np.uint64(16), np.uint64(0xFFFF)
+_CHANGES_AHEAD = 24  # of which memory is fetched: what is scattered comes too late otherwise
 
 
 def compiled() -> Kernel:
@@ -99,6 +129,15 @@ def compiled_changes() -> ChangesKernel:
     signature = "uint64(int64[::1], uint8[::1], uint8[::1], uint64[:, ::1], uint64[::1], int64)"
     kernel: ChangesKernel = _compile(digest_changes, signature)
     return kernel
+
+
+def compiled_placed(width: int) -> tuple[ReadKernel, WriteKernel, SumKernel]:
+    """The kernels for elements that have changed where they lie. width: bytes of an element."""
+    arrays = f"uint32[::1], uint64[:, ::1], uint{8 * width}[::1], uint{8 * width}[::1]"
+    read: ReadKernel = _compile(read_changes, f"int64({arrays})")
+    write: WriteKernel = _compile(write_changes, f"void({arrays})")
+    summed: SumKernel = _compile(sum_changes, f"uint64({arrays}, uint64[::1])")
+    return read, write, summed
 
 
 def _compile(function: Callable[..., None], signature: str) -> Any:
@@ -442,4 +481,94 @@ def digest_changes(places, old, new, axes, lanes, size):
             else:
                 weighted += (_byte(other, at) - _byte(one, at)) * lanes[lane]
         total += weighted * factor
+    return total
+
+
+@njit
+def _fetch_change(places, change, address, step):
+    """Fetches the memory of a later change, as if it lay in the same row."""
+    ahead = change + _CHANGES_AHEAD
+    if ahead < places.shape[0]:
+        _fetch(address + np.uint64(places[ahead]) * step)
+
+
+@njit
+def _row(row, axes):
+    """Where a row of the last axis begins, in elements, and the factor of its coordinates on the other axes."""
+    offset, factor = _NONE, _ONE
+    for axis in range(axes.shape[0] - 2, -1, -1):
+        length = axes[axis, 0]
+        above = row // length
+        at = row - above * length
+        offset += at * axes[axis, 1]
+        factor *= _word(axes[axis, 2] + at * _INDEX_STEP)
+        row = above
+    return offset, factor
+
+
+def read_changes(places, axes, memory, elements):
+    """Reads the elements at rising places of a box; see ReadKernel."""
+    last = axes.shape[0] - 1
+    length, stride, volume = axes[last, 0], axes[last, 1], _ONE
+    unit, address = np.uint64(memory.itemsize), _NONE
+    step = stride * unit
+    for axis in range(last + 1):
+        volume *= axes[axis, 0]
+    begin, end, offset, least = _NONE, _NONE, _NONE, _NONE
+    for change in range(places.shape[0]):
+        place = np.uint64(places[change])
+        if place < least or place >= volume:
+            return change
+        least = place + _ONE
+        if place >= end:
+            row = place // length
+            begin, end = row * length, row * length + length
+            offset, _ = _row(row, axes)
+            address = np.uint64(memory.ctypes.data) + (offset - begin * stride) * unit
+        _fetch_change(places, change, address, step)
+        elements[change] = memory[offset + (place - begin) * stride]
+    return places.shape[0]
+
+
+def write_changes(places, axes, memory, elements):
+    """Writes the elements at rising places of a box."""
+    last = axes.shape[0] - 1
+    length, stride = axes[last, 0], axes[last, 1]
+    unit, address = np.uint64(memory.itemsize), _NONE
+    step = stride * unit
+    begin, end, offset = _NONE, _NONE, _NONE
+    for change in range(places.shape[0]):
+        place = np.uint64(places[change])
+        if place >= end:
+            row = place // length
+            begin, end = row * length, row * length + length
+            offset, _ = _row(row, axes)
+            address = np.uint64(memory.ctypes.data) + (offset - begin * stride) * unit
+        _fetch_change(places, change, address, step)
+        memory[offset + (place - begin) * stride] = elements[change]
+
+
+def sum_changes(places, axes, memory, elements, lanes):
+    """The sum of (what lies there - element) * factor over rising places of a box."""
+    last = axes.shape[0] - 1
+    length, stride, hashed = axes[last, 0], axes[last, 1], axes[last, 2]
+    unit, address = np.uint64(memory.itemsize), _NONE
+    step = stride * unit
+    begin, end, offset, factor = _NONE, _NONE, _NONE, _ONE
+    total = _NONE
+    for change in range(places.shape[0]):
+        place = np.uint64(places[change])
+        if place >= end:
+            row = place // length
+            begin, end = row * length, row * length + length
+            offset, factor = _row(row, axes)
+            address = np.uint64(memory.ctypes.data) + (offset - begin * stride) * unit
+        _fetch_change(places, change, address, step)
+        at = place - begin
+        new, old = np.uint64(memory[offset + at * stride]), np.uint64(elements[change])
+        weighted = _NONE
+        for lane in range(lanes.shape[0]):
+            shift = np.uint64(lane) * _LANE_BITS
+            weighted += ((new >> shift & _LANE_MASK) - (old >> shift & _LANE_MASK)) * lanes[lane]
+        total += weighted * factor * _word(hashed + at * _INDEX_STEP)
     return total

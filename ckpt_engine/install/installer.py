@@ -28,12 +28,13 @@ from google.protobuf.message import DecodeError
 
 from ckpt_engine.core.manifest import DIGEST_FORMAT, blob_digest, check_spec
 from ckpt_engine.core.names import some
-from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, internal, invalid
+from ckpt_engine.core.problems import CkptEngineError, aborted, data_loss, deadline, internal, invalid, precondition
 from ckpt_engine.core.stage_memory import NONE
 from ckpt_engine.engine.parts import leaving, parts_of
 from ckpt_engine.engine.target import LoadTarget, Quantised, StagedLayer, VersionTarget
-from ckpt_engine.gate.page import LINEAGE_BYTES, WorkerSlot
+from ckpt_engine.gate.page import CLEAN, LINEAGE_BYTES, WorkerSlot
 from ckpt_engine.host.facts import this_host
+from ckpt_engine.install.changes import FULL_EVERY, Base, ChangedInstall
 from ckpt_engine.install.constants import Constants
 from ckpt_engine.install.early_copy import EarlyCopies, EarlyVersion, Tell
 from ckpt_engine.install.part import InstallPart
@@ -84,6 +85,7 @@ class Installer:
         self._scrub = scrub or Scrub(slot, 0.0, lambda _: None, lambda: False)
         self._part = InstallPart(target)
         self._constants = Constants(target)
+        self._base: Base | None = None  # what later changes may start from; None: the next install is in full
         self._lost: set[str] = set()  # parts with weights that were discarded, and not installed since
         self._fence = weights_pb2.Fence()
         self._filled = weights_pb2.Fence()
@@ -134,6 +136,7 @@ class Installer:
                     if not order.asleep:
                         version = self._early_version(order, plan)
                         plan.lay_out(self._target)
+                        plan.lay_out_changes(self._target)
                     self._part.join(order, plan, stop_at - time.monotonic())
                     if order.asleep:
                         answer.plans.append(plan.digest)
@@ -177,7 +180,7 @@ class Installer:
                 run.plan.rest()
         answer.report.CopyFrom(run.report)
         if run.plan is not None and not run.report.HasField("problem"):
-            answer.edges.extend(run.plan.edges(self._part.memory, self._part.joined(order), self._early.note))
+            answer.edges.extend(run.edges(self._part.memory, self._part.joined(order), self._early.note))
         answer.seconds = time.monotonic() - started
         if answer.fence == self._fence:
             self._last = answer
@@ -201,6 +204,7 @@ class Installer:
     def give_back(self) -> None:
         """Frees stage memory, with what lies there, until the next plan is made ready, and has no parameter hashed: the
         engine is about to give memory up."""
+        self._base = None
         self._scrub.give_up()
         self._early.drop(silent=False)
         self._plans.forget_early()
@@ -220,6 +224,7 @@ class Installer:
     def release(self) -> None:
         """Releases the memory of all sources and of the model; the next install opens it again. The worker stays a
         member of its collective, since the others would not form another one for it alone."""
+        self._base = None
         self._scrub.forget()
         self._early.drop()
         self._part.release()
@@ -288,14 +293,79 @@ class _InstallRun:
         self._as_loaded: set[int] = set()
         self._verified: set[int] = set()
         self._by_loader: list[str] = []
+        self._changed: ChangedInstall | None = None  # None: in full
         self.report = manager_pb2.WorkerReport(rank=installer._slot.rank)
 
     def everything(self) -> None:
         """Runs the whole install. Raises any error; the worker then stays DIRTY, if it was."""
         expected = self._checked_order()
         plan, resident = self._ready(expected)
-        self._bring(plan, resident, expected)
-        self._commit(plan, resident, expected)
+        base = self._installer._base
+        self._changed = self._by_changes(plan, resident, base)
+        self._begin(plan)
+        if self._changed is None or not self._prove_changes(plan, self._changed, expected):
+            self._bring(plan, resident, expected)
+            self._prove(resident, plan.resolved.recording, expected)
+        self._commit(plan, resident, expected, base)
+
+    def edges(self, memory: int, joined: float, early_note: str) -> Iterator[manager_pb2.EdgeReport]:
+        """Reports each edge of the plan; see `ReadyPlan.edges`. What went by changes is not counted in full."""
+        assert self.plan is not None
+        for edge in self.plan.edges(memory, joined, early_note):
+            if self._changed is not None and edge.transport in self._changed.transports:
+                edge.bytes += self._changed.bytes - self._changed.spared_bytes
+                edge.reason += "; what changed, and in full what cannot go by that"
+            yield edge
+
+    def _by_changes(self, plan: ReadyPlan, resident: Ready, base: Base | None) -> ChangedInstall | None:
+        """An install of what has changed, with what lies in its place now; None: it goes in full, and the report says
+        why. Writes nothing."""
+        layout = plan.changes
+        if layout is None or plan.places:
+            return None
+        try:
+            self._check_base(plan, base)
+            if not layout.runs:
+                raise precondition("no tensor can go by its changes: they lie on a GPU, or not as they are served")
+            assert base is not None
+            changed = ChangedInstall(layout, resident, layout.changes(), self._order.identity.root, base)
+            started = time.monotonic()
+            changed.read()
+            self.report.transfer_seconds += time.monotonic() - started
+            return changed
+        except Exception as error:  # nothing is written yet, and the install in full needs none of this
+            self.report.in_full = problem_of(error, "looking at what changed").message
+            return None
+
+    def _check_base(self, plan: ReadyPlan, base: Base | None) -> None:
+        """Raises FAILED_PRECONDITION, saying why, unless this worker holds `base` as it was proved."""
+        slot = self._slot
+        if base is None or slot.state != CLEAN or slot.identity is None:
+            raise precondition("this worker holds no version that it has proved and kept in place since")
+        if slot.identity.root != base.root:
+            raise precondition("this worker's word names another version than it has proved")
+        if plan.resolved.recording is not base.recording:
+            raise precondition("the version before was loaded in another way")
+        if not base.standing.holds():
+            raise precondition("tensors of the model have moved since")
+        if base.since_full + 1 >= FULL_EVERY:
+            raise precondition(f"{base.since_full} installs went by changes since the last one in full")
+
+    def _prove_changes(self, plan: ReadyPlan, changed: ChangedInstall, expected: Sequence[int]) -> bool:
+        """Installs what has changed; whether it adds up to what was sealed."""
+        self._bring(plan, changed, expected)
+        try:
+            self._prove(changed, plan.resolved.recording, expected)
+        except CkptEngineError as error:
+            if error.problem.code != weights_pb2.Problem.DATA_LOSS:
+                raise
+            self.report.in_full = f"what changed does not add up: {error.problem.message}"
+            log.warning("ckpt-engine: worker %d installs in full: %s", self._slot.rank, self.report.in_full)
+            self._changed = None
+            self._by_loader.clear()
+            self._as_loaded.clear()
+            return False
+        return True
 
     def _ready(self, expected: Sequence[int]) -> tuple[ReadyPlan, Ready]:
         """Makes the plan ready, which costs next to nothing if it was made ready before the pause."""
@@ -312,8 +382,8 @@ class _InstallRun:
         self._target = leaving(self._target, recording.unfilled_parts)
         return plan, plan.lay_out(self._target)
 
-    def _bring(self, plan: ReadyPlan, resident: Ready, expected: Sequence[int]) -> None:
-        """Runs the last checks, marks the worker DIRTY and reads. Staged layers are verified one by one."""
+    def _begin(self, plan: ReadyPlan) -> None:
+        """Runs the last checks, marks the worker DIRTY, and receives what a collective brings."""
         recording = plan.resolved.recording
         self._total = plan.resolved.bytes
         self._installer._constants.check()
@@ -323,32 +393,41 @@ class _InstallRun:
             self._target.accept(self._order.identity, self._order.fence.epoch, recording.manifest)
         part.vote(self._order, plan, self._in_time, self._stop_at)
         trace("worker.install", "dirty")
+        self._installer._base = None
         self._slot.dirty(self._order.fence.epoch)
         trace("worker.install", "transfer")
         started = time.monotonic()
         part.run(self._order, self._stop_at, self._on_bytes)
         self.report.transfer_seconds += time.monotonic() - started
-        self._write(resident)
+
+    def _bring(self, plan: ReadyPlan, work: Ready | ChangedInstall, expected: Sequence[int]) -> None:
+        """Reads. Staged layers are verified one by one. Runs the engine's steps after loading."""
+        recording = plan.resolved.recording
+        self._stage = manager_pb2.STAGE_TRANSFER
+        self._write(work)
         tensors = dict(self._target.named_tensors()) if recording.handovers else {}
         for handover in recording.handovers:
             if plan.staged.isdisjoint(handover.owners):
                 self._hand_over(handover, plan, expected, tensors)
         if plan.staged:
             self._write_staged(plan, expected, tensors)
-
-    def _commit(self, plan: ReadyPlan, resident: Ready, expected: Sequence[int]) -> None:
-        """Runs the engine's steps after loading, verifies the model's tensors, and marks the worker CLEAN."""
-        report, recording = self.report, plan.resolved.recording
         trace("worker.install", "install")
         started = time.monotonic()
         self._stage = manager_pb2.STAGE_INSTALL
         self._target.post_load()
         await_device(self._works)
-        report.install_seconds += time.monotonic() - started
+        self.report.install_seconds += time.monotonic() - started
         self._in_time()
+
+    def _prove(self, work: Ready | ChangedInstall, recording: Recording, expected: Sequence[int]) -> None:
+        """Verifies the model's tensors. Raises DATA_LOSS."""
         trace("worker.install", "verify")
         self._stage = manager_pb2.STAGE_VERIFY
-        self._verified = self._verify(resident, recording, expected)
+        self._verified = self._verify(work, recording, expected)
+
+    def _commit(self, plan: ReadyPlan, resident: Ready, expected: Sequence[int], before: Base | None) -> None:
+        """Marks the worker CLEAN, and says what was done. before: the base of changes."""
+        report, recording, changed = self.report, plan.resolved.recording, self._changed
         more = len(self._by_loader) - _MOST_NAMES
         report.by_loader.extend([*self._by_loader[:_MOST_NAMES], *([f"and {more} more"] if more > 0 else [])])
         report.quantised.extend(_quantised(self._target.quantised()))
@@ -359,6 +438,9 @@ class _InstallRun:
         report.parts.extend(
             part_reports(plan.resolved, parts_of(self._installer._target), self._verified | self._as_loaded)
         )
+        if changed is not None and before is not None:
+            report.by_changes, report.changed_elements = changed.by_changes, changed.changes
+            report.since_full = before.since_full + 1
         report.copies = (2 if report.early_bytes else 1) if report.bytes else 0
         trace("worker.install", "commit")
         self._slot.clean(self._order.fence.epoch, self._order.identity)
@@ -367,6 +449,7 @@ class _InstallRun:
         self._installer._early.drop()
         trace("worker.install", "clean")
         assert plan.standing is not None  # `lay_out` has made it
+        self._installer._base = Base(self._order.identity.root, recording, expected, plan.standing, report.since_full)
         unscrubbed = self._installer._unscrubbed.get(recording.manifest_digest, ())
         self._installer._scrub.follow(
             Installed(
@@ -389,7 +472,7 @@ class _InstallRun:
             )
         return _digests_of(self._order.expected)
 
-    def _write(self, ready: Ready) -> None:
+    def _write(self, ready: Ready | ChangedInstall) -> None:
         started = time.monotonic()
         ready.copy(self._on_bytes)
         copied = time.monotonic()
@@ -459,7 +542,7 @@ class _InstallRun:
         stage_seconds = report.transfer_seconds + report.verify_seconds + report.install_seconds - stage_seconds
         report.install_seconds += time.monotonic() - started - stage_seconds
 
-    def _verify(self, ready: Ready, recording: Recording, expected: Sequence[int]) -> set[int]:
+    def _verify(self, ready: Ready | ChangedInstall, recording: Recording, expected: Sequence[int]) -> set[int]:
         """Digests needs and returns those that match; raises DATA_LOSS with the names of those that do not."""
         started = time.monotonic()
         mismatches = ready.mismatches(expected, self._works)

@@ -22,6 +22,7 @@ from ckpt_engine.core.sizes import in_words
 from ckpt_engine.core.transports import is_collective
 from ckpt_engine.engine.parts import roots_of
 from ckpt_engine.engine.target import LoadTarget
+from ckpt_engine.install.changes import ChangeLayout
 from ckpt_engine.install.early_copy import EarlyLayout
 from ckpt_engine.install.ready import Ready
 from ckpt_engine.install.resolve import NOTHING_EARLY, Resolved, bind, resolve
@@ -29,7 +30,7 @@ from ckpt_engine.install.standing import Standing
 from ckpt_engine.record.recording import Recording
 from ckpt_engine.torch_dtypes import torch_dtype
 from ckpt_engine.trace import span
-from ckpt_engine.transport.base import CannotOpenError, Leased, OpenedRegions, Transport
+from ckpt_engine.transport.base import CannotOpenError, Comparable, Leased, OpenedRegions, Transport
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class ReadyPlan:
     staged: frozenset[str]  # names of the model's staged tensors
     resident: Ready | None = None  # the work on resident tensors
     standing: Standing | None = None  # where these were when `resident` was made
+    changes: ChangeLayout | None = None  # how what changed reaches these; None: not made, or no relay is read
     # Room for what a collective brings of tensors without resident memory, by tensor of the manifest and box.
     landed: dict[tuple[int, Box], torch.Tensor] | None = None
     unopened: tuple[weights_pb2.Unopened, ...] = ()  # regions that could not be opened and are read another way
@@ -67,8 +69,20 @@ class ReadyPlan:
             with span("worker.ready", "layout"):
                 self.resident = Ready(self.opened, bind(self.resolved, names, tensors, self.places))
             self.standing = Standing(roots_of(target), {name: tensors[name] for name in names})
-            self.laid = self.places
+            self.laid, self.changes = self.places, None
         return self.resident
+
+    def lay_out_changes(self, target: LoadTarget) -> None:
+        """Lays out how what changed reaches the resident tensors, after `lay_out`, if a relay is read."""
+        if self.changes is not None or self.resolved.collective:
+            return
+        if any(isinstance(regions, Comparable) for regions in self.opened.values()):
+            names = [name for name in self.resolved.work if name not in self.staged]
+            try:
+                with span("worker.ready", "changes"):
+                    self.changes = ChangeLayout(self.resolved, self.opened, dict(target.named_tensors()), names)
+            except Exception:  # the install in full is laid out, and needs none of this
+                log.warning("ckpt-engine: what changes cannot be laid out; this plan goes in full", exc_info=True)
 
     def copies_early(self, layout: EarlyLayout | None) -> None:
         """Has the install copy from stage memory what lies there by `layout`; None: nothing does."""
@@ -77,7 +91,7 @@ class ReadyPlan:
     def forget_early(self) -> None:
         """Forgets stage memory, which is about to be freed."""
         if self.laid is not NOTHING_EARLY:
-            self.resident = self.standing = None
+            self.resident = self.standing = self.changes = None
         self.early, self.places, self.laid = None, NOTHING_EARLY, NOTHING_EARLY
 
     def make_room(self, device: torch.device) -> None:
@@ -131,7 +145,7 @@ class ReadyPlan:
     def close(self) -> None:
         """Releases the sources' memory."""
         self.forget_early()
-        self.resident = self.landed = self.standing = None
+        self.resident = self.landed = self.standing = self.changes = None
         for regions in self.opened.values():
             regions.close()
 

@@ -15,6 +15,7 @@ import torch
 from ckpt_engine.copy.copying import TensorCopy
 from ckpt_engine.core.boxes import Box
 from ckpt_engine.digest import host as digest_host
+from ckpt_engine.digest import placed
 from ckpt_engine.digest.factors import widened
 from ckpt_engine.digest.prepared import prepare_digests
 from ckpt_engine.install.resolve import Bound, Destination
@@ -111,8 +112,9 @@ def warm_up(recording: Recording, tensors: Iterable[tuple[str, torch.Tensor]]) -
     """Compiles the kernels for copying to and digesting these tensors, before any pause. The first time on a host it
     takes seconds. Never raises: a kernel that is not compiled here is compiled when it is needed."""
     all_tensors = list(tensors)
-    if any(tensor.device.type == "cpu" for _, tensor in all_tensors):
+    if near := {tensor.dtype for _, tensor in all_tensors if tensor.device.type == "cpu"}:
         digest_host.warm_up()
+        placed.warm_up(near)
     present = {name: tensor.detach() for name, tensor in all_tensors if tensor.device.type == "cuda"}
     if not present:
         return

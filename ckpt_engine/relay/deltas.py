@@ -45,7 +45,7 @@ MOST_BYTES = 1 << 30
 
 DeltaUse = Literal["auto", "always", "never"]
 """auto: a delta is sent where it is with its reader sooner, by what was measured. always: wherever it has fewer bytes.
-never: none is sent, and none asked for."""
+never: none is sent, and none asked for, nor are the two versions of the slots compared for workers of this host."""
 
 
 class DeltaBase:

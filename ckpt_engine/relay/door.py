@@ -29,7 +29,7 @@ from ckpt_engine.host.processes import peer_user
 from ckpt_engine.host.relay_directory import directory_identity, made_directory, socket_address
 from ckpt_engine.relay.arena import Arena
 from ckpt_engine.transport.relay_memory.kind import NAME
-from ckpt_engine.transport.relay_memory.reader import ANSWER_BYTES, HOLD, OPEN, QUESTION, RELEASE
+from ckpt_engine.transport.relay_memory.reader import ANSWER_BYTES, CHANGES, HOLD, OPEN, QUESTION, RELEASE
 from ckpt_engine.v1.relay_pb2 import RelayMemoryLocator
 from ckpt_engine.v1.weights_pb2 import Region
 
@@ -66,6 +66,7 @@ class ArenaDoor:
         self._changed = threading.Condition()
         self._readers: dict[socket.socket, _DoorReader] = {}
         self._lent = [False] * SLOTS
+        self._changes: int | str = "it has compared no versions yet"
         self._open = True
         self.socket = f"relay-{secrets.token_hex(8)}.sock"
         folder = _directory(bool(users))
@@ -116,6 +117,14 @@ class ArenaDoor:
             found.append(Region(id=number, transport=NAME, size=group.size, locator=data))
         return found
 
+    def lend_changes(self, changes: int | str) -> None:
+        """Lets readers have a table of what differs between the slots from now on, in place of the last one. changes:
+        the descriptor of a sealed memory file, which is closed here when it is replaced; or why there is none."""
+        with self._changed:
+            changes, self._changes = self._changes, changes
+            if isinstance(changes, int):
+                os.close(changes)
+
     def lend(self, slot: int) -> None:
         """Lets readers hold the slot from now on."""
         with self._changed:
@@ -147,6 +156,7 @@ class ArenaDoor:
         with contextlib.suppress(OSError):
             self._waker.send(b"\1")
         self._thread.join(_FIRST_SECONDS)
+        self.lend_changes("the relay is being stopped")
         with contextlib.suppress(OSError):
             self._path.unlink()
 
@@ -231,15 +241,19 @@ class ArenaDoor:
         why = "this relay has another arena by now" if arena != self._arena.id else ""
         if kind == OPEN and not why:
             reader.opened = True
-            packed = array.array("i", [self._arena.descriptor])
-            reader.connection.sendmsg([b"\1"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)])
+            _send_descriptor(reader.connection, self._arena.descriptor)
             return
         with self._changed:
             if kind == RELEASE:
                 reader.held.pop(slot, None)
                 self._changed.notify_all()
                 return
-            if not why and (kind != HOLD or slot >= SLOTS or not reader.opened):
+            if kind == CHANGES and reader.opened and not why:
+                if isinstance(self._changes, int):
+                    _send_descriptor(reader.connection, self._changes)
+                    return
+                why = self._changes
+            elif not why and (kind != HOLD or slot >= SLOTS or not reader.opened):
                 why = f"there is no question {kind} about slot {slot}"
             elif not why and not self._lent[slot]:
                 why = "another version is brought into it, or none is in it yet; the next plan has another slot"
@@ -253,6 +267,10 @@ class ArenaDoor:
             del self._readers[reader.connection]
             self._changed.notify_all()
         reader.connection.close()
+
+
+def _send_descriptor(connection: socket.socket, descriptor: int) -> None:
+    connection.sendmsg([b"\1"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))])
 
 
 def _directory(shared: bool) -> Path:

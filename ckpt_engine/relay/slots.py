@@ -36,6 +36,7 @@ from ckpt_engine.relay.contents import Contents, contents_of
 from ckpt_engine.relay.deltas import DeltaBase, DeltaMaker, DeltaTaker, DeltaUse
 from ckpt_engine.relay.fill import FillResult, FillStop, Progress
 from ckpt_engine.relay.gpus import TrainersGpus
+from ckpt_engine.relay.slot_changes import ComparedVersion, changes_of
 from ckpt_engine.relay.sources import Sources
 from ckpt_engine.relay.ways import Ways
 from ckpt_engine.source.digests import digest_atoms
@@ -174,6 +175,7 @@ class Slots:
         self._ready: list[_ReusableFilling | None] = [None] * SLOTS
         self._lent: list[ChunkLending | None] = [None] * SLOTS  # to relays of other hosts
         self._deltas: DeltaUse = deltas
+        self._compares = deltas != "never"  # for workers of this host
         if deltas != "never" and network is not None and (why := missing()):
             log.warning("versions go to other relays, and come from them, in full only: %s", why)
             self._deltas = "never"
@@ -287,8 +289,11 @@ class Slots:
             self._stop = stop = stop or FillStop()
             stop.check()
         with self._writes(seconds):
+            self._ways.lend_changes("another version is brought into it")
             ready = self._count(slot, wish, more)
-            return self._fill(slot, wish, ready, stop_at, stop, progress)
+            held = self._fill(slot, wish, ready, stop_at, stop, progress)
+            self._ways.lend_changes(self._changes(stop_at, stop))
+            return held
 
     @contextmanager
     def _writes(self, seconds: float) -> Iterator[None]:
@@ -415,6 +420,33 @@ class Slots:
             if before is None:
                 self._ways.lend(slot)
         return held
+
+    def _changes(self, stop_at: float, stop: FillStop) -> int | str:
+        """What differs between the slots, or why workers are not told; see `changes_of`. Never raises: what was filled
+        is held all the same."""
+        if not self._compares:
+            return "it was started with --deltas never"
+
+        def carry_on() -> None:
+            stop.check()
+            if time.monotonic() >= stop_at:
+                raise deadline("its versions could not be compared in time")
+
+        try:
+            whole = [
+                ComparedVersion(held.identity, held.layout, partial(self._arena.tensor, slot))
+                for slot, held in enumerate(self._held)
+                if held is not None and not held.filled.missing
+            ]
+            if len(whole) != SLOTS:
+                return "it does not hold two whole versions"
+            one, other = whole
+            return changes_of(one, other, self._arena.slot_bytes, carry_on)
+        except CkptEngineError as error:
+            return error.problem.message
+        except Exception as error:
+            log.exception("the versions in both slots could not be compared; workers install in full")
+            return f"its versions could not be compared: {type(error).__name__}: {error}"
 
     def _base(self, slot: int) -> DeltaBase | None:
         """The version in the other slot, as the base of deltas of what is brought into this one."""

@@ -57,6 +57,10 @@ class Ways:
         """A region for each group, as processes of this host map it."""
         return [region_offered([near]) for near in self._door.regions(slot, groups)]
 
+    def lend_changes(self, changes: int | str) -> None:
+        """Lets processes of this host have what differs between the slots; see `ArenaDoor.lend_changes`."""
+        self._door.lend_changes(changes)
+
     def lend(self, slot: int) -> None:
         """Lets processes of this host read a slot from now on."""
         self._door.lend(slot)

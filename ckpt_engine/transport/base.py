@@ -41,6 +41,7 @@ from ckpt_engine.core.transports import Availability as Availability
 from ckpt_engine.v1.weights_pb2 import Region
 
 if TYPE_CHECKING:
+    from ckpt_engine.delta.table import ChangeTable
     from ckpt_engine.transport.cuda_ipc.memory import AllocationRun as AllocationRun
 
 OPEN_SECONDS = 60.0
@@ -108,6 +109,20 @@ class Viewable(Protocol):
     ) -> torch.Tensor:
         """Read-only memory of the source as a tensor, without a copy; writing to it is a fault. The mapping lives as
         long as the tensor; that of GPU memory until `close`, or until its owner withdraws it."""
+        ...
+
+
+@runtime_checkable
+class Comparable(Protocol):
+    """An addition to OpenedRegions whose owner holds two versions, laid out alike, and has compared them."""
+
+    def changes(self) -> ChangeTable:
+        """What differs between the two versions that the owner holds now, by where it lies in their memory. It stays
+        as it is, whatever the owner does. Raises UNAVAILABLE, saying why, if there is no such table; DATA_LOSS."""
+        ...
+
+    def slot_offset(self, region: Region, slot_bytes: int) -> int:
+        """Where a region begins in the memory of its version, bytes. slot_bytes: as the table has it."""
         ...
 
 

@@ -820,7 +820,7 @@ class EdgeReport(_message.Message):
     def __init__(self, source_rank: _Optional[int] = ..., worker_rank: _Optional[int] = ..., transport: _Optional[str] = ..., reason: _Optional[str] = ..., bytes: _Optional[int] = ..., source: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("rank", "bytes", "tensors", "verified", "verified_as_loaded", "copies", "transfer_seconds", "install_seconds", "verify_seconds", "problem", "by_loader", "span", "early_bytes", "early_seconds", "quantised", "absent", "parts")
+    __slots__ = ("rank", "bytes", "tensors", "verified", "verified_as_loaded", "copies", "transfer_seconds", "install_seconds", "verify_seconds", "problem", "by_loader", "span", "early_bytes", "early_seconds", "quantised", "absent", "parts", "by_changes", "changed_elements", "in_full", "since_full")
     RANK_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -838,6 +838,10 @@ class WorkerReport(_message.Message):
     QUANTISED_FIELD_NUMBER: _ClassVar[int]
     ABSENT_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    BY_CHANGES_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_ELEMENTS_FIELD_NUMBER: _ClassVar[int]
+    IN_FULL_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FULL_FIELD_NUMBER: _ClassVar[int]
     rank: int
     bytes: int
     tensors: int
@@ -855,7 +859,11 @@ class WorkerReport(_message.Message):
     quantised: _containers.RepeatedCompositeFieldContainer[QuantisedLayers]
     absent: _containers.RepeatedCompositeFieldContainer[AbsentTensors]
     parts: _containers.RepeatedCompositeFieldContainer[PartReport]
-    def __init__(self, rank: _Optional[int] = ..., bytes: _Optional[int] = ..., tensors: _Optional[int] = ..., verified: _Optional[int] = ..., verified_as_loaded: _Optional[int] = ..., copies: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., install_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., by_loader: _Optional[_Iterable[str]] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., early_bytes: _Optional[int] = ..., early_seconds: _Optional[float] = ..., quantised: _Optional[_Iterable[_Union[QuantisedLayers, _Mapping]]] = ..., absent: _Optional[_Iterable[_Union[AbsentTensors, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[PartReport, _Mapping]]] = ...) -> None: ...
+    by_changes: int
+    changed_elements: int
+    in_full: str
+    since_full: int
+    def __init__(self, rank: _Optional[int] = ..., bytes: _Optional[int] = ..., tensors: _Optional[int] = ..., verified: _Optional[int] = ..., verified_as_loaded: _Optional[int] = ..., copies: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., install_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., problem: _Optional[_Union[_weights_pb2.Problem, _Mapping]] = ..., by_loader: _Optional[_Iterable[str]] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., early_bytes: _Optional[int] = ..., early_seconds: _Optional[float] = ..., quantised: _Optional[_Iterable[_Union[QuantisedLayers, _Mapping]]] = ..., absent: _Optional[_Iterable[_Union[AbsentTensors, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[PartReport, _Mapping]]] = ..., by_changes: _Optional[int] = ..., changed_elements: _Optional[int] = ..., in_full: _Optional[str] = ..., since_full: _Optional[int] = ...) -> None: ...
 
 class AbsentTensors(_message.Message):
     __slots__ = ("prefix", "tensors", "bytes", "reason")

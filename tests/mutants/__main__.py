@@ -69,6 +69,8 @@ SELECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("ckpt_engine/gate/page.py", (_gate("page_layout", "state_page"), "tests/gate", "tests/install")),
     ("ckpt_engine/install/installer.py", ("tests/install",)),
     ("ckpt_engine/install/ready.py", ("tests/install",)),
+    ("ckpt_engine/install/changes.py", (_relay("changed_install"),)),
+    ("ckpt_engine/delta/table.py", ("tests/delta/test_table.py", _relay("changed_install"))),
     ("ckpt_engine/core/plan.py", ("tests/core", "tests/manager/test_compiler.py", "tests/install")),
     ("ckpt_engine/core/publication.py", ("tests/core", "tests/manager/test_compiler.py")),
     ("ckpt_engine/core/sealed_record.py", ("tests/core",)),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch import nn
+
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.plan import PlanRequest, compile_plans
 from ckpt_engine.core.publication import join_sources, merge_tables
@@ -16,7 +18,7 @@ from ckpt_engine.install.installer import Installer
 from ckpt_engine.relay.slots import FillWish, Want
 from ckpt_engine.transport.relay_memory.reader import RelayMemoryTransport
 from ckpt_engine.v1.weights_pb2 import Identity, SourceTable, WorkerNeeds
-from ckpt_engine.v1.worker_pb2 import InstallOrder, WorkerInstalled
+from ckpt_engine.v1.worker_pb2 import InstallOrder, ReadyOrder, WorkerInstalled
 from tests.install.install_models import TensorParallel
 from tests.install.install_world import Checkpoint, OneWorker
 from tests.install.published import sealed, tables
@@ -28,14 +30,24 @@ RELAYS = ["relay_memory"]
 class Replica:
     """Tensor-parallel workers of one engine, prepared for a checkpoint. All of them read relays only."""
 
-    def __init__(self, checkpoint: Checkpoint, directory: Path, size: int = 2, **shape: int) -> None:
-        self.models = [TensorParallel(rank, size, **shape) for rank in range(size)]
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: Path,
+        size: int = 2,
+        models: Sequence[nn.Module] = (),
+        scrub_seconds: float = 0.0,
+        **shape: int,
+    ) -> None:
+        """models: one a worker; none: layers of a decoder, cut for so many."""
+        self.models = [*models] or [TensorParallel(rank, size, **shape) for rank in range(size)]
         self.workers: list[OneWorker] = []
         self.needs: list[WorkerNeeds] = []
         for rank, model in enumerate(self.models):
             (directory / str(rank)).mkdir(parents=True)
-            worker = OneWorker(ModuleTarget(model), directory / str(rank))
-            worker.installer = Installer(worker.target, worker.slot, {"relay_memory": RelayMemoryTransport()})
+            worker = OneWorker(ModuleTarget(model), directory / str(rank), scrub_seconds=scrub_seconds)
+            transports = {"relay_memory": RelayMemoryTransport()}
+            worker.installer = Installer(worker.target, worker.slot, transports, scrub=worker.scrub)
             prepared = worker.prepare(checkpoint)
             assert not prepared.HasField("problem"), prepared.problem.message
             self.workers.append(worker)
@@ -54,13 +66,15 @@ class Replica:
         answers = []
         for rank, worker in enumerate(self.workers):
             worker.epoch += 1
+            plan, expected = canonical(plans.workers[rank]), canonical(expected_digests(plans, rank, found))
             order = InstallOrder(
                 fence=worker.fence(),
                 identity=Identity(lineage="run", version=version, root=recorded.root),
-                plan=canonical(plans.workers[rank]),
-                expected=canonical(expected_digests(plans, rank, found)),
+                plan=plan,
+                expected=expected,
                 deadline_seconds=60,
             )
+            worker.installer.ready(ReadyOrder(fence=worker.fence(), plan=plan, expected=expected, deadline_seconds=60))
             answers.append(worker.installer.install(order))
         return answers
 

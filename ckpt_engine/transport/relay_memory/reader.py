@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import mmap
 import os
 import queue
 import socket
@@ -27,6 +28,7 @@ import torch
 
 from ckpt_engine.copy.copying import TensorCopy
 from ckpt_engine.core.problems import data_loss, invalid, unavailable
+from ckpt_engine.delta.table import ChangeTable
 from ckpt_engine.host.forks import forget_in_children
 from ckpt_engine.host.processes import is_ours, peer_user
 from ckpt_engine.host.relay_directory import (
@@ -48,9 +50,9 @@ log = logging.getLogger(__name__)
 QUESTION = struct.Struct("<B3xI16s")
 """Kind, slot, arena. A message of a reader."""
 
-OPEN, HOLD, RELEASE = range(1, 4)
+OPEN, HOLD, RELEASE, CHANGES = range(1, 5)
 """Kinds. OPEN: asks for the arena's descriptor. HOLD: asks to read the slot; answered with yes or no. RELEASE: ends the
-hold; not answered."""
+hold; not answered. CHANGES: asks for the descriptor of a table of what differs between the slots (`delta/table.py`)."""
 
 ANSWER_BYTES = 1024
 """The most of an answer: 1, or 0 and the reason in words."""
@@ -119,6 +121,22 @@ class _LeasedArena:
             raise unavailable(f"the relay does not lend slot {slot}: {_words(answer)}")
         with self._lock:
             self._held[slot] = self._held.get(slot, 0) + (not again)
+
+    def changes(self) -> ChangeTable:
+        """Asks for what differs between the slots now. Raises UNAVAILABLE, saying why, if there is none; DATA_LOSS."""
+        answer, descriptors = self._ask(CHANGES, 0)
+        try:
+            if answer[:1] != b"\1" or len(descriptors) != 1:
+                raise unavailable(_words(answer))
+            if not fcntl.fcntl(descriptors[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE:
+                raise data_loss("the relay's table of changes could change while it is read: it is not sealed")
+            size = os.fstat(descriptors[0]).st_size
+            return ChangeTable(memoryview(mmap.mmap(descriptors[0], size, access=mmap.ACCESS_COPY)))
+        except (OSError, ValueError) as error:
+            raise unavailable(f"the relay's table of changes cannot be mapped: {error}") from error
+        finally:
+            for each in descriptors:
+                os.close(each)
 
     def release(self, slot: int) -> None:
         """Ends one caller's hold of a slot. Never raises."""
@@ -228,6 +246,18 @@ class RelayRegions:
         for index, (arena, slot) in enumerate(self._slots):
             arena.hold(slot, again=index in self._holding)
             self._holding.add(index)
+
+    def changes(self) -> ChangeTable:
+        """What differs between the slots of the only relay; see Comparable."""
+        arenas = {arena for arena, _ in self._slots}
+        if len(arenas) != 1:
+            raise unavailable(f"weights come from {len(arenas)} relays")
+        return arenas.pop().changes()
+
+    def slot_offset(self, region: Region, slot_bytes: int) -> int:
+        """Where a region begins in its slot; see Comparable."""
+        locator = locator_of(region, NAME, RelayMemoryLocator)
+        return locator.offset - locator.slot * slot_bytes
 
     def offered(self) -> bool:
         """Whether the relays still lend their memory, as far as is known without asking them."""
