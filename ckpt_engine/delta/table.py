@@ -25,11 +25,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_engine.core.problems import data_loss
-from ckpt_engine.delta.coding import Bits, blocks, changed_places
+from ckpt_engine.delta.coding import Bits, blocks
+from ckpt_engine.digest.placed import differing
 
 ROOT_BYTES = 32
 
-MOST_SHARE = 16
+MOST_SHARE = 64
 """A comparison is given up where more than one of so many elements has changed: a full install is as fast then."""
 
 _MARK = b"ckptchg1"
@@ -124,8 +125,8 @@ def _compared(
 
 def _differences(pair: AtomPair, part: slice) -> _Found:
     one, other = pair.one[part], pair.other[part]
-    places = changed_places(one, other)
-    return (places + part.start).astype(np.uint32), one[places], other[places]
+    places = differing(one, other)
+    return places + np.uint32(part.start), one[places], other[places]
 
 
 class ChangeTable:

@@ -92,6 +92,20 @@ SumKernel = Callable[
 """Takes the same and the factors of an element's lanes, uint64, and returns the sum of (what lies there - element) *
 factor modulo 2^64."""
 
+FindKernel = Callable[
+    [
+        np.ndarray[Any, Any],
+        np.ndarray[Any, Any],
+        np.ndarray[Any, Any],
+        np.ndarray[Any, Any],
+        np.ndarray[Any, Any],
+    ],
+    int,
+]
+"""Takes (words of one and of another memory, uint64; the same memories, as unsigned numbers of their elements' width,
+with what is left behind the last word; places, uint32) and writes the numbers of the elements that differ to `places`,
+rising. Returns how many there are; those beyond the length of `places` are not written."""
+
 NEXT, READY, ENDED, STATE = 0, 8, 16, 24
 """Indices of a state, each on a cache line of its own: the next free job, how many jobs have their memory, and whether
 no more will."""
@@ -138,6 +152,13 @@ def compiled_placed(width: int) -> tuple[ReadKernel, WriteKernel, SumKernel]:
     write: WriteKernel = _compile(write_changes, f"void({arrays})")
     summed: SumKernel = _compile(sum_changes, f"uint64({arrays}, uint64[::1])")
     return read, write, summed
+
+
+def compiled_find(width: int) -> FindKernel:
+    """The kernel that compares memory. width: bytes of an element."""
+    arrays = f"uint64[::1], uint64[::1], uint{8 * width}[::1], uint{8 * width}[::1], uint32[::1]"
+    found: FindKernel = _compile(find_changes, f"int64({arrays})")
+    return found
 
 
 def _compile(function: Callable[..., None], signature: str) -> Any:
@@ -572,3 +593,21 @@ def sum_changes(places, axes, memory, elements, lanes):
             weighted += ((new >> shift & _LANE_MASK) - (old >> shift & _LANE_MASK)) * lanes[lane]
         total += weighted * factor * _word(hashed + at * _INDEX_STEP)
     return total
+
+
+def find_changes(one_words, other_words, one, other, places):
+    """Finds the elements in which two memories differ; see FindKernel."""
+    count, most, each = 0, places.shape[0], 8 // one.itemsize
+    for word in range(one_words.shape[0]):
+        if one_words[word] != other_words[word]:
+            for at in range(word * each, word * each + each):
+                if one[at] != other[at]:
+                    if count < most:
+                        places[count] = at
+                    count += 1
+    for at in range(one_words.shape[0] * each, one.shape[0]):
+        if one[at] != other[at]:
+            if count < most:
+                places[count] = at
+            count += 1
+    return count

@@ -1,4 +1,4 @@
-"""Some elements of a box where they lie: read, written, and what the digest of the box gained by that.
+"""Some elements of a box where they lie: found, read, written, and what the digest of the box gained by that.
 
 It decides neither which elements these are, nor what the gain must be (`install/changes.py` does). Places are row-major
 in the box, uint32, and rise. Elements travel as unsigned numbers of their width. A box of the host's memory is walked
@@ -23,7 +23,7 @@ from ckpt_engine.digest.factors import LANE_AXIS, SEED, hashed, words
 from ckpt_engine.digest.host import checked_box
 
 if TYPE_CHECKING:
-    from ckpt_engine.digest.host_kernel import ReadKernel, SumKernel, WriteKernel
+    from ckpt_engine.digest.host_kernel import FindKernel, ReadKernel, SumKernel, WriteKernel
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +78,37 @@ def _kernels(width: int) -> tuple[ReadKernel, WriteKernel, SumKernel] | None:
         return compiled_placed(width)
     except Exception as error:  # as `host.warm_up` tells
         log.warning("versions are installed in full, not by what changed: %s", f"{error}".partition("\n")[0])
+        return None
+
+
+def differing(one: Elements, other: Elements) -> Places:
+    """The numbers of the elements in which two memories of this host differ, rising. Both are contiguous."""
+    kernel = _find(one.itemsize)
+    if kernel is None:
+        return np.flatnonzero(one != other).astype(np.uint32)
+    words = len(one) * one.itemsize // 8
+    one_words, other_words = (each.view(np.uint8)[: 8 * words].view(np.uint64) for each in (one, other))
+    found = np.empty(len(one) // 16 + 16, dtype=np.uint32)
+    count = kernel(one_words, other_words, one, other, found)
+    if count > len(found):
+        found = np.empty(count, dtype=np.uint32)
+        kernel(one_words, other_words, one, other, found)
+    return found[:count].copy()
+
+
+def warm_up_search() -> None:
+    """Loads or compiles what finds differing elements of two bytes. Never raises."""
+    _find(2)
+
+
+@cache
+def _find(width: int) -> FindKernel | None:
+    try:
+        from ckpt_engine.digest.host_kernel import compiled_find
+
+        return compiled_find(width)
+    except Exception as error:  # as `host.warm_up` tells
+        log.warning("versions are compared by numpy, slowly: %s", f"{error}".partition("\n")[0])
         return None
 
 

@@ -19,6 +19,7 @@ from ckpt_engine.core.rates import Rate
 from ckpt_engine.core.relay_layout import SLOTS
 from ckpt_engine.core.sizes import in_words
 from ckpt_engine.digest.host import warm_up
+from ckpt_engine.digest.placed import warm_up_search
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.host.relay_directory import made_directory, relay_directory
 from ckpt_engine.host.room import memory_room
@@ -86,6 +87,7 @@ async def run_relay(settings: RelaySettings, stop: asyncio.Event) -> None:
         try:
             if settings.archive is not None:
                 archive = await asyncio.to_thread(Archive, settings.archive, settings.keep, settings.called, slots.host)
+            await asyncio.to_thread(warm_up_search)
             if slow := await asyncio.to_thread(warm_up):  # the first filling must not wait for a compiler
                 log.warning(
                     "%s: what is brought is digested by numpy, at a tenth of the speed; pip install numba", slow

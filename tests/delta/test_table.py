@@ -12,6 +12,7 @@ import pytest
 from ckpt_engine.core.problems import CkptEngineError, aborted
 from ckpt_engine.delta.coding import BLOCK
 from ckpt_engine.delta.table import AtomPair, ChangeTable, bytes_of, compare
+from ckpt_engine.digest import placed
 
 ROOTS = b"1" * 32, b"2" * 32
 Pairs = list[AtomPair]
@@ -38,8 +39,11 @@ def table(found: Pairs) -> bytearray:
     return bytearray(b"".join(map(bytes_of, parts)))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.03])
-def test_what_differs_comes_back(share: float) -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.01])
+def test_what_differs_comes_back(share: float, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiled:
+        monkeypatch.setattr(placed, "_find", lambda width: None)
     found = pairs(share)
     read = ChangeTable(memoryview(table(found)))
     assert (read.roots, read.slot_bytes) == (ROOTS, 1 << 30)
@@ -84,3 +88,13 @@ def test_bytes_that_are_no_table_are_refused_or_say_nothing_wrong() -> None:
             for pair in found:
                 atom = read.of_atom(pair.offset, len(pair.one), pair.one.itemsize)
                 assert atom is None or len(atom.places) * pair.one.itemsize == atom.words[0].nbytes
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize("share", [0.0, 0.02, 1.0])
+def test_elements_that_differ_are_found(width: int, share: float) -> None:
+    generator = np.random.default_rng(width)
+    for count in (0, 1, 7, 8, 9, 1000):
+        one: npt.NDArray[Any] = generator.integers(0, 256, count * width, dtype=np.uint8).view(f"u{width}")
+        other = np.where(generator.random(count) < share, one ^ 1, one).astype(one.dtype)
+        assert (placed.differing(one, other) == np.flatnonzero(one != other)).all()

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(1800)  # engines start slowly on a busy machine
 MARKS = {"reference": pytest.mark.slow}
 VERSIONS = 20
 KILLED_AFTER = {"reference": (4, 9, 14)}  # versions; a real engine takes a minute to start again
-SHARE = 0.01
+SHARE = 0.005
 
 
 def step(live: Any, number: int) -> None:
