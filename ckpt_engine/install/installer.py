@@ -357,7 +357,7 @@ class _InstallRun:
         try:
             self._prove(changed, plan.resolved.recording, expected)
         except CkptEngineError as error:
-            if error.problem.code != weights_pb2.Problem.DATA_LOSS:
+            if error.problem.code != weights_pb2.Problem.CODE_DATA_LOSS:
                 raise
             self.report.in_full = f"what changed does not add up: {error.problem.message}"
             log.warning("ckpt-engine: worker %d installs in full: %s", self._slot.rank, self.report.in_full)
