@@ -181,23 +181,6 @@ class ReplicaReport:
         return max((worker.early_seconds for worker in self.message.workers), default=0.0)
 
     @property
-    def by_changes(self) -> int:
-        """Needs of all its workers that were installed and proved by what changed in them; others were hashed in full
-        ([deltas](deltas.md))."""
-        return sum(worker.by_changes for worker in self.message.workers)
-
-    @property
-    def changed_elements(self) -> int:
-        """Elements that its workers wrote in these needs."""
-        return sum(worker.changed_elements for worker in self.message.workers)
-
-    @property
-    def in_full(self) -> tuple[str, ...]:
-        """Why workers that read a relay installed in full, each reason once; none: all went by changes, or no relay was
-        read."""
-        return tuple(dict.fromkeys(worker.in_full for worker in self.message.workers if worker.in_full))
-
-    @property
     def absent(self) -> tuple[AbsentTensors, ...]:
         """What no worker of it takes of the version, since its model has no module for that."""
         rows = absent_in_all([worker.absent for worker in self.message.workers])

@@ -254,7 +254,7 @@ def _painted(views: Sequence[torch.Tensor], group: Sequence[int]) -> set[int]:
     return {number for number, each in zip(group, painted, strict=True) if bool((each > 1).any())}
 
 
-class _Part(NamedTuple):
+class _PlaceChanges(NamedTuple):
     """Changes of one run that a thread takes at once."""
 
     run: _AtomPlace
@@ -281,7 +281,7 @@ class ChangedInstall:
         self.needs = resident.needs
         self.changes = 0
         self.bytes = 0  # of these changes, as they are read
-        self._parts: list[_Part] = []
+        self._parts: list[_PlaceChanges] = []
         self._before: list[Elements] = []
         side = table.roots.index(root)
         offsets = layout.offsets(table.slot_bytes)
@@ -295,7 +295,7 @@ class ChangedInstall:
             words = [each.view(f"u{run.width}") for each in found.words]
             for first in range(0, len(found.places), _AT_ONCE):
                 part = slice(first, first + _AT_ONCE)
-                self._parts.append(_Part(run, found.places[part], words[1 - side][part], words[side][part]))
+                self._parts.append(_PlaceChanges(run, found.places[part], words[1 - side][part], words[side][part]))
             self.changes += len(found.places)
             self.bytes += found.places.nbytes + sum(each.nbytes for each in words)
 
@@ -353,14 +353,14 @@ class ChangedInstall:
         ]
 
 
-def _read(part: _Part) -> Elements:
+def _read(part: _PlaceChanges) -> Elements:
     return part.run.digested.read(part.places)
 
 
-def _write(part: _Part) -> None:
+def _write(part: _PlaceChanges) -> None:
     part.run.written.write(part.places, part.new)
 
 
-def _gain(pair: tuple[_Part, Elements]) -> int:
+def _gain(pair: tuple[_PlaceChanges, Elements]) -> int:
     part, before = pair
     return part.run.digested.gain(part.places, before)

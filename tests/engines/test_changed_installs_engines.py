@@ -89,14 +89,13 @@ def test_versions_go_by_changes_and_processes_are_killed_in_between(tmp_path: Pa
             report = trainer.update_weights(version=version, prefetch="always")
             assert report.ok, f"{report}\n{replica.tail()}"
             assert report.verified
-            (outcome,) = report.replicas
-            if outcome.by_changes:
+            (worker,) = report.replicas[0].message.workers
+            if worker.by_changes:
                 by_changes.append(version)
-                assert outcome.changed_elements
-                assert not outcome.in_full
+                assert worker.changed_elements
+                assert not worker.in_full
             else:
-                (why,) = outcome.in_full
-                assert "holds no version that it has proved" in why
+                assert "holds no version that it has proved" in worker.in_full
                 assert version - 1 in (0, *killed), f"{report}\n{relay.said()}"
             check_tokens(engine, replica, live, version)
             if version in killed:
