@@ -16,6 +16,7 @@ from ckpt_engine.core.message_json import as_dict
 from ckpt_engine.core.names import NAMES_SHOWN, some
 from ckpt_engine.core.probe import ProbeFinding, answer_words
 from ckpt_engine.core.scrub import difference_words
+from ckpt_engine.core.sizes import human_bytes
 from ckpt_engine.machines.manager.report import is_verified
 from ckpt_engine.v1 import manager_pb2
 
@@ -77,11 +78,8 @@ class PartUse:
     @classmethod
     def of(cls, name: str, reports: Sequence[manager_pb2.PartReport]) -> PartUse:
         """The sum of what workers say. Of several pipeline stages one has a draft, and the others leave it."""
-        order = (
-            manager_pb2.PartReport.HANDLING_INSTALLED,
-            manager_pb2.PartReport.HANDLING_KEPT,
-            manager_pb2.PartReport.HANDLING_LEFT,
-        )
+        part = manager_pb2.PartReport
+        order = (part.HANDLING_INSTALLED, part.HANDLING_KEPT, part.HANDLING_LEFT)
         handling = next((each for each in order if any(report.handling == each for report in reports)), 0)
         shared = dict.fromkeys(each for report in reports for each in report.shared)
         nbytes, verified = sum(each.bytes for each in reports), sum(each.verified for each in reports)
@@ -495,8 +493,8 @@ class UpdateReport:
 _SHOWN = 3
 """Replicas that the two lines name at most."""
 
-_CHARACTERS = 500
-"""Of one replica's problem that the two lines show."""
+_CHARACTERS, _CUT = 500, " …"
+"""Of one problem or warning that the two lines show, and what stands at its end then."""
 
 _OUTCOMES = {
     "old_serving": "serves what it did before",
@@ -548,17 +546,16 @@ def _exceptions(report: UpdateReport) -> str:
     unserved = [replica for replica in report.replicas if not (replica.ok or (report.dry_run and not replica.problem))]
     lines = [f"{each.name}: {_outcome_text(each)}" for each in unserved[:_SHOWN]]
     hidden = len(unserved) - len(lines)
-    cut = any(_one_line(each.problem) != _short(each.problem) for each in unserved[:_SHOWN])
     parts = ["; ".join([f"{len(unserved)} do not: {lines[0]}" if hidden else lines[0], *lines[1:]])] if lines else []
     if hidden:
         parts.append(f"and {hidden} more")
     if unserved and not report.dry_run:
         parts.append(_remedy(unserved))
     labels = [f"{each.name}: {each.label_problem}" for each in report.replicas if each.label_problem]
-    remarks = [f"warning: {_one_line(str(each))}" for each in (*report.probe, *report.warnings, *labels)]
+    remarks = [f"warning: {_short(str(each))}" for each in (*report.probe, *report.warnings, *labels)]
     parts += remarks[:1]
     hidden += len(remarks) - 1 if remarks else 0
-    if hidden or cut:
+    if hidden or any(_CUT in part for part in parts):
         parts.append("all of it: -v, or report.details")
     return "; ".join(parts)
 
@@ -599,14 +596,10 @@ def _slowest(report: UpdateReport) -> str:
     return f"longest pause {slowest.pause_seconds:.3f} s ({slowest.name}); {traffic}{apart}"
 
 
-def _one_line(words: str) -> str:
-    return " ".join(words.split())
-
-
 def _short(problem: str) -> str:
     """Its beginning, on one line; the whole of it is in `details`."""
-    line = _one_line(problem)
-    return line if len(line) <= _CHARACTERS else f"{line[:_CHARACTERS]} …"
+    line = " ".join(problem.split())
+    return line if len(line) <= _CHARACTERS else f"{line[:_CHARACTERS]}{_CUT}"
 
 
 def _dry_run_text(report: UpdateReport) -> str:
@@ -682,16 +675,6 @@ def stage_seconds(stages: Sequence[manager_pb2.StageSeconds]) -> dict[str, float
 def gpu_uuid(uuid: bytes) -> str:
     """A GPU's 16 bytes as nvidia-smi writes them: "GPU-3fa91c02-...". Others as they are, in hexadecimal."""
     return f"GPU-{UUID(bytes=uuid)}" if len(uuid) == 16 else uuid.hex()
-
-
-def human_bytes(count: int) -> str:
-    """`count` bytes in decimal units: "13.1 MB"."""
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:

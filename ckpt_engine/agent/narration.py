@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from google.protobuf.message import Message
 
+from ckpt_engine.core.sizes import human_bytes
 from ckpt_engine.machines.events import SessionEnded
-from ckpt_engine.report import human_bytes
 from ckpt_engine.v1 import manager_pb2
 
 _OUTCOMES = {

@@ -21,7 +21,8 @@ from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.message_json import as_dict
 from ckpt_engine.core.names import printable
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.report import UpdateReport, human_bytes
+from ckpt_engine.core.sizes import human_bytes
+from ckpt_engine.report import UpdateReport
 from ckpt_engine.v1 import manager_pb2
 
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print the whole report, with a row a replica.")]

@@ -14,8 +14,8 @@ from ckpt_engine.commands.options import configured_deadlines
 from ckpt_engine.commands.progress import refusal_exit
 from ckpt_engine.connection import checked_address
 from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.sizes import human_bytes
 from ckpt_engine.extras import require
-from ckpt_engine.report import human_bytes
 
 
 def pull(

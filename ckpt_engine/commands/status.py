@@ -24,9 +24,10 @@ from ckpt_engine.core.message_json import as_json
 from ckpt_engine.core.probe import answer_words, is_bad
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.scrub import scrub_words
+from ckpt_engine.core.sizes import human_bytes
 from ckpt_engine.machines.ledger_tasks import OperatorHold
 from ckpt_engine.machines.manager.status import replica_state
-from ckpt_engine.report import DeploymentReport, ReplicaReport, gpu_uuid, human_bytes
+from ckpt_engine.report import DeploymentReport, ReplicaReport, gpu_uuid
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 WATCH_SECONDS = 0.5

@@ -17,7 +17,7 @@ from ckpt_engine.commands.options import Timeout, Wait, configured_deadlines, se
 from ckpt_engine.core.json_text import load_json
 from ckpt_engine.core.prediction import Rates, measured
 from ckpt_engine.core.problems import CkptEngineError
-from ckpt_engine.report import human_bytes
+from ckpt_engine.core.sizes import human_bytes
 from ckpt_engine.timeline.asking import report_of
 from ckpt_engine.timeline.perfetto import trace_text
 from ckpt_engine.timeline.predicted import StageComparison, draw_with_prediction

@@ -45,3 +45,13 @@ def in_words(count: int) -> str:
         if count >= UNITS[name]:
             return f"{count / UNITS[name]:.4g} {name}"
     return f"{count} bytes"
+
+
+def human_bytes(count: int) -> str:
+    """`count` bytes in decimal units: "13.1 MB"."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

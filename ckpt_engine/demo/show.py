@@ -10,11 +10,11 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from ckpt_engine.core.sizes import human_bytes
 from ckpt_engine.demo import task
 from ckpt_engine.demo.play import Act, Outcome
 from ckpt_engine.demo.recital import Recital
 from ckpt_engine.demo.stage import DemoSettings, Stage
-from ckpt_engine.report import human_bytes
 
 
 class ConsoleShow:

@@ -17,6 +17,7 @@ from ckpt_engine.core.prediction import Memory, PredictedEdge
 from ckpt_engine.core.problems import CkptEngineError
 from ckpt_engine.core.reach import Distance
 from ckpt_engine.core.relay_layout import SLOTS, check_memory
+from ckpt_engine.core.sizes import human_bytes
 from ckpt_engine.core.topology import Choice, choose_transport
 from ckpt_engine.core.transports import (
     FILES,
@@ -32,7 +33,6 @@ from ckpt_engine.planning.offered import PlannedOffer, planned_offer
 from ckpt_engine.planning.places import Cluster, Spot
 from ckpt_engine.planning.relays import Relay, Relays, decide, relay_name
 from ckpt_engine.planning.splits import Split
-from ckpt_engine.report import human_bytes
 from ckpt_engine.v1 import manager_pb2
 from ckpt_engine.v1.weights_pb2 import WorkerPlan
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from ckpt_engine.core.relay_layout import SLOTS
+from ckpt_engine.core.sizes import human_bytes
 from ckpt_engine.planning.foresight import SOURCE, Forecast
 from ckpt_engine.planning.relays import Relay
 from ckpt_engine.planning.update import Line, PlanAnswer, traffic
-from ckpt_engine.report import human_bytes
 
 _NUMBER = re.compile(r"\d+")
 

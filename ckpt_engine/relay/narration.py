@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ckpt_engine.core.sizes import human_bytes
 from ckpt_engine.machines.events import SessionEnded
 from ckpt_engine.machines.relay.tasks import CountSlot, FillSlot, LetGoOf, RelayTask, SlotFilled
-from ckpt_engine.report import human_bytes
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 

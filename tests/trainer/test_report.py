@@ -4,7 +4,8 @@ import json
 
 from ckpt_engine.commands import status as status_command
 from ckpt_engine.core.message_json import read_json
-from ckpt_engine.report import UpdateReport, human_bytes
+from ckpt_engine.core.sizes import human_bytes
+from ckpt_engine.report import UpdateReport
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 
