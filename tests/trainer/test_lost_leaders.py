@@ -65,8 +65,11 @@ def test_an_update_ends_although_its_manager_is_lost(pair: list[Manager], stage:
 
     kill = Once(lose)
     weights = {"weight": torch.zeros(64, 64)}
+    seals = 0
 
     def published() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal seals
+        seals += 1
         if stage == "sealing":
             kill()
         yield from weights.items()
@@ -94,12 +97,15 @@ def test_an_update_ends_although_its_manager_is_lost(pair: list[Manager], stage:
                 assert trainer.update_weights(timeout=120).ok
             before = -1 if stage == "preparing" else 0
             weights["weight"] += 1
+            seals = 0
             kill.arm()
             report = trainer.update_weights(timeout=300)
             print(f"{fault.name} while {stage}: the update ended {time.monotonic() - kill.done_at:.1f} s later")
             assert lost, "the leader was lost"
             assert report.ok, report
             assert report.version == before + 1, "it is the same version, not one more"
+            if stage in ("reading", "reported"):
+                assert seals == 1, "what was committed is not sealed again"
             assert torch.equal(replica.weights["weight"], weights["weight"].to(replica.weights["weight"].dtype))
             if fault == STOP:
                 lost[0].send(signal.SIGCONT)
