@@ -53,7 +53,7 @@ STEPS = {
     "all_or_none": ("wave 1", "back"),
 }
 CELLS = [Cell(strategy, step, victim) for strategy, steps in STEPS.items() for step in steps for victim in SECONDS]
-SAMPLE = {Cell("canary", "wave 2", "manager"), Cell("all_or_none", "wave 1", "worker")}
+SAMPLE = {Cell("rolling", "wave 1", "manager"), Cell("rolling", "wave 1", "worker")}
 
 
 class Killed:
@@ -103,9 +103,9 @@ def killed(tmp_path_factory: pytest.TempPathFactory, bare_model: Path) -> Iterat
     with running_cluster(path) as cluster:
         for name in NAMES:
             cluster.replica(name, "reference", bare_model)
-        relay(cluster).registered()
         for replica in cluster.replicas:
             replica.registered(600.0)
+        relay(cluster).registered()
         world = World(cluster, path)
         with world.trainer:
             yield Killed(world, bare_model)
