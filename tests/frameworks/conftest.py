@@ -15,6 +15,7 @@ _HERE = Path(__file__).parent
 
 NEEDS = {
     "test_openrlhf": "CKPT_ENGINE_OPENRLHF_PYTHON",
+    "test_slime": "CKPT_ENGINE_SLIME_PYTHON",
     "test_verl": "CKPT_ENGINE_VERL_PYTHON",
     "test_ray": "CKPT_ENGINE_VERL_PYTHON",  # it has Ray, too
     "": "CKPT_ENGINE_TRL_PYTHON",
