@@ -153,7 +153,10 @@ def steered(world: World, *words: str) -> bool:
 def decided(world: World, number: int) -> manager_pb2.Deployment | None:
     """The deployment, once it is; None: a person's word is given, if that is waited for."""
     with contextlib.suppress(grpc.RpcError):
-        (row,) = (each for each in world.cluster.status().deployments if each.number == number)  # also of a new manager
+        rows = [each for each in world.cluster.status().deployments if each.number == number]
+        if not rows:
+            return None  # of a manager that has just been started again
+        (row,) = rows
         if row.state in (DEPLOYED, UNDONE):
             return row
         if "deploy approve" in row.waits_for:
