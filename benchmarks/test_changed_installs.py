@@ -71,7 +71,7 @@ def test_pause_by_changes_and_in_full(
                 size = held.layout.bytes
                 if turn % 2:
                     replica.workers[0].installer._base = None
-                (answer,) = replica.install(held.table, recorded, version)
+                (answer,) = replica.install(held.table, recorded, version, ahead=True)
                 report = answer.report
                 assert not report.HasField("problem"), report.problem.message
                 assert bool(report.by_changes) == (not turn % 2 and version > 1), report.in_full

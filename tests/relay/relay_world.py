@@ -57,8 +57,11 @@ class Replica:
         host = this_host()
         return [PlanRequest(rank, needs, host, transports) for rank, needs in enumerate(self.needs)]
 
-    def install(self, table: SourceTable, recorded: ProvenRecord, version: int) -> list[WorkerInstalled]:
-        """What a manager and an agent would order, from a table of a relay and the sealed record alone."""
+    def install(
+        self, table: SourceTable, recorded: ProvenRecord, version: int, ahead: bool = False
+    ) -> list[WorkerInstalled]:
+        """What a manager and an agent would order, from a table of a relay and the sealed record alone. ahead: plans
+        are made ready first."""
         joined = join_sources(recorded.record.manifest, [table])
         plans = compile_plans(joined, joined.table_digests, self.requests(RELAYS), along=recorded.boxes)
         assert not finer_atoms(plans, recorded), "the record was cut along these needs"
@@ -74,7 +77,10 @@ class Replica:
                 expected=expected,
                 deadline_seconds=60,
             )
-            worker.installer.ready(ReadyOrder(fence=worker.fence(), plan=plan, expected=expected, deadline_seconds=60))
+            if ahead:
+                worker.installer.ready(
+                    ReadyOrder(fence=worker.fence(), plan=plan, expected=expected, deadline_seconds=60)
+                )
             answers.append(worker.installer.install(order))
         return answers
 

@@ -74,7 +74,7 @@ class World:
     def install(self, version: int = 0) -> list[WorkerInstalled]:
         version = version or self.version
         recorded, table = self.sealed[version]
-        return self.replica.install(table, recorded, version)
+        return self.replica.install(table, recorded, version, ahead=True)
 
     def next(self, share: float = 0.005) -> list[WorkerInstalled]:
         self.train(share)
