@@ -4,8 +4,6 @@ python examples/ray/verl_workers.py --model DIR --insecure             # no GPU:
 python examples/ray/verl_workers.py --model DIR --insecure --gpus --ranks 8 -- vllm serve DIR --host 0.0.0.0
 """
 
-from __future__ import annotations
-
 import argparse
 
 import httpx
@@ -34,16 +32,14 @@ class Rank(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def step(self, number: int, tokens: list[int]) -> tuple[str, int]:
-        """The update's report, and the token that the trainer's own model puts after `tokens`."""
         batch = torch.tensor([tokens], device=next(self.model.parameters()).device)
         self.model(input_ids=batch, labels=batch).loss.backward()  # your loss
         self.optimizer.step()
         self.optimizer.zero_grad()
-        report = self.trainer.update_weights(version=number)
-        return str(report), int(self.model(input_ids=batch).logits[0, -1].argmax())
+        return str(self.trainer.update_weights(version=number)), int(self.model(input_ids=batch).logits[0, -1].argmax())
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--ranks", type=int, default=2)
@@ -66,7 +62,3 @@ def main() -> None:
             body = {"model": args.model, "prompt": tokens, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
             answer = httpx.post(f"{cluster.gateway_url}/v1/completions", json=body, timeout=60).raise_for_status()
             print(f"{report}\nstep {number}: {own} by the trainer, {answer.json()['choices'][0]['token_ids']} served")
-
-
-if __name__ == "__main__":
-    main()

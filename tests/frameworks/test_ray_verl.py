@@ -30,4 +30,4 @@ def test_what_a_worker_group_trains_is_served(tmp_path: Path) -> None:
     assert [int(number) for number, _, _ in steps] == list(range(STEPS)), printed[-8000:]
     assert [own for _, own, _ in steps] == [served for _, _, served in steps]
     assert printed.count("2 of 2 replicas") >= STEPS, printed[-8000:]
-    assert len(EXAMPLE.read_text().splitlines()) <= 75
+    assert len(EXAMPLE.read_text().splitlines()) <= 64
