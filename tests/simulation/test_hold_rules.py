@@ -254,11 +254,11 @@ def a_hold_counts_once_it_is_on_the_disk(patch: Patch) -> None:
     """It is answered, and not written."""
     original = ManagerShell._task
 
-    def task(self: ManagerShell, task: Any) -> Any:
+    def task(self: ManagerShell, task: Any, record: Any) -> Any:
         if not isinstance(task, events.RecordHold):
-            return (yield from original(self, task))
+            return (yield from original(self, task, record))
         before = dict(self.ledger.holds)
-        hold = yield from original(self, task)
+        hold = yield from original(self, task, record)
         self.ledger.holds = before
         return hold
 

@@ -248,7 +248,7 @@ def test_options_travel_and_come_back() -> None:
 
 def test_an_error_has_a_code_also_of_a_release_that_knows_more() -> None:
     for code in ErrorCode:
-        problem = CkptEngineError(type(refused_problem())(code=code.value, message="x"))
+        problem = CkptEngineError(type(refused_problem())(code=f"CODE_{code.value}", message="x"))
         assert problem.code is code
     assert CkptEngineError(type(refused_problem())(code=99, message="x")).code is ErrorCode.INTERNAL
 
