@@ -360,9 +360,8 @@ class Fleet:
             if now >= member.shunned_until and self._fits(member, want) and unsuited.get(member.name) is not member.news
         ]
         for states in (TAKES, (FleetState.AWAY,)):
-            candidates = [member for member in able if member.news.state in states]
-            if candidates:
-                return self._with_adapter(candidates, want)
+            if candidates := self._with_adapter([each for each in able if each.news.state in states], want):
+                return candidates
         return []
 
     def _with_adapter(self, members: list[FleetReplica], want: VersionWant) -> list[FleetReplica]:
@@ -396,8 +395,9 @@ class Fleet:
         return "; ".join(parts) or "all are taken"
 
     def all_in(self, names: Set[str], want: VersionWant) -> bool:
-        """Whether every replica that speaks the route of a request is one of `names`."""
-        return all(member.name in names for member in self.members.values() if self._speaks(member, want))
+        """Whether every replica that speaks the route of a request, and has its adapter, is one of `names`."""
+        others = [each for each in self.members.values() if each.name not in names and self._speaks(each, want)]
+        return not self._with_adapter(others, want)
 
     def could_serve(self, now: float) -> bool:
         """Whether any replica takes or keeps requests."""

@@ -194,6 +194,21 @@ def test_a_request_for_an_adapter_goes_to_a_replica_that_has_it() -> None:
     assert names(fleet, VersionWant(model="policy")) == ["a", "b"]
 
 
+def test_an_adapter_that_only_a_replica_which_is_away_has_is_asked_for_there() -> None:
+    """And a route is missing everywhere, if it is at each replica that has the adapter."""
+    fleet = Fleet()
+    away = replica("b")
+    away.state = manager_pb2.REPLICA_STATE_AWAY
+    held = [shelf("b", "policy", 7), shelf("c", "critic", 1), shelf("d", "critic", 2)]
+    News(fleet).take(message(snapshot=True, replicas=[replica("a"), away, *map(replica, "cd"), *held]))
+    assert names(fleet, VersionWant(model="policy")) == ["b"]
+    assert names(fleet, VersionWant(model="base")) == ["a", "c", "d"]
+    assert fleet.all_in({"b"}, VersionWant(model="policy"))
+    assert not fleet.all_in({"d"}, VersionWant(model="critic@2")), "c has another version"
+    assert fleet.all_in({"c", "d"}, VersionWant(model="critic@2"))
+    assert not fleet.all_in({"b", "c", "d"}, VersionWant(model="base"))
+
+
 def test_why_a_request_for_an_adapter_has_no_replica() -> None:
     fleet = Fleet()
     News(fleet).take(message(snapshot=True, replicas=[replica("a"), replica("b"), shelf("b", "policy", 7)], sequence=1))
