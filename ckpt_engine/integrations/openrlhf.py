@@ -6,6 +6,7 @@ docs/frameworks/openrlhf.md puts them in the places of its own broadcast and its
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import httpx
 import torch
 import torch.distributed as dist
 
-from ckpt_engine.core.problems import CkptEngineError, error, invalid
+from ckpt_engine.core.problems import CkptEngineError, deadline, error, invalid
 from ckpt_engine.integrations.peft import publishable
 from ckpt_engine.integrations.sampling import without_neutral
 from ckpt_engine.integrations.updates import RankUpdates
@@ -41,6 +42,12 @@ PASSED_ON = (
     "skip_special_tokens",
 )
 """Names that vLLM's SamplingParams and its HTTP API have alike."""
+
+BUSY = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
+"""Statuses of a request that was not begun, and may be at another time: a gateway answers so after its own wait."""
+
+AGAIN_SECONDS = 1.0
+"""Between such an answer and the next try. A replica's own Retry-After is when its update ends at the latest."""
 
 
 class PolicyUpdates:
@@ -117,14 +124,15 @@ class RequestAnswer:
 class GatewayEngine:
     """In the place of vLLM's AsyncLLM in a rollout actor: asks a gateway, or one replica, for the tokens.
 
-    url: its address. timeout: seconds for one answer, waiting for an update included.
+    url: its address. timeout: seconds for one answer, waiting for an update included. Until then a request that finds
+    no replica or no room is asked again.
 
     Sleep, wake, pause, resume and the reset of caches do nothing: agents do that in the update, for the install only.
     """
 
     def __init__(self, url: str, timeout: float = 1800.0) -> None:
-        self._url = url.rstrip("/")
-        self._client = httpx.AsyncClient(timeout=timeout, limits=httpx.Limits(max_connections=None))
+        self._url, self._timeout = url.rstrip("/"), timeout
+        self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
         self._model: str | None = None
         self._unfinished = 0
         self.output_processor = self
@@ -139,7 +147,8 @@ class GatewayEngine:
     ) -> AsyncIterator[RequestAnswer]:
         """One answer, when it is whole. prompt: vLLM's TokensPrompt. sampling_params: vLLM's SamplingParams.
 
-        Raises INVALID_ARGUMENT for pictures and what the server refuses, INTERNAL with the server's words if it fails.
+        Raises INVALID_ARGUMENT for pictures and what the server refuses, INTERNAL if it fails, and DEADLINE_EXCEEDED if
+        it does not answer in time, each with the server's words.
         """
         if prompt.get("multi_modal_data"):
             raise invalid("pictures are not supported: only token ids can be asked for")
@@ -156,10 +165,7 @@ class GatewayEngine:
             body["logprobs"] = 0  # those of the sampled tokens, which is all that OpenRLHF reads
         model = await self._model_name()
         request = {**body, "model": model, "prompt": prompt, "return_token_ids": True}
-        response = await self._client.post(f"{self._url}/v1/completions", json=request)
-        if response.status_code != httpx.codes.OK:
-            raise self._refusal(response)
-        choice = response.json()["choices"][0]
+        choice = (await self._ask("POST", "/v1/completions", request))["choices"][0]
         tokens, found = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
         if tokens is None or ("logprobs" in body and len(found or ()) != len(tokens)):
             raise error(
@@ -171,15 +177,25 @@ class GatewayEngine:
 
     async def _model_name(self) -> str:
         if self._model is None:
-            response = await self._client.get(f"{self._url}/v1/models")
-            if response.status_code != httpx.codes.OK:
-                raise self._refusal(response)
-            self._model = str(response.json()["data"][0]["id"])
+            self._model = str((await self._ask("GET", "/v1/models"))["data"][0]["id"])
         return self._model
 
-    def _refusal(self, response: httpx.Response) -> CkptEngineError:
-        code = Problem.CODE_INTERNAL if response.is_server_error else Problem.CODE_INVALID_ARGUMENT
-        return error(code, f"{response.url} answers {response.status_code}: {response.text[:500]}")
+    async def _ask(self, method: str, route: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The answer's JSON. Raises CkptEngineError, as `generate` does."""
+        last = f"{self._url}{route} does not answer"
+        try:
+            async with asyncio.timeout(self._timeout):
+                while True:
+                    response = await self._client.request(method, f"{self._url}{route}", json=body)
+                    if response.status_code not in BUSY:
+                        break
+                    last = _words(response)
+                    await asyncio.sleep(AGAIN_SECONDS)
+        except TimeoutError:
+            raise deadline(f"there was no answer within {self._timeout:g} s: {last}") from None
+        if response.status_code != httpx.codes.OK:
+            raise _refusal(response)
+        return response.json()
 
     async def sleep(self, level: int = 1) -> None:
         """Does nothing."""
@@ -195,3 +211,13 @@ class GatewayEngine:
 
     async def resume_generation(self) -> None:
         """Does nothing."""
+
+
+def _refusal(response: httpx.Response) -> CkptEngineError:
+    code = Problem.CODE_INTERNAL if response.is_server_error else Problem.CODE_INVALID_ARGUMENT
+    return error(code, _words(response))
+
+
+def _words(response: httpx.Response) -> str:
+    """A refusal, for people."""
+    return f"{response.url} answers {response.status_code}: {response.text[:500]}"
