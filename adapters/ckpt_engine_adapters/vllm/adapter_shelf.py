@@ -5,8 +5,10 @@ It decides which versions there are, and what the shelf's state word says. It do
 gate).
 
 A version is read into fresh memory of the host, where it is verified; then it goes into a slot of vLLM, is compared
-there, and only then its place's word says that this worker holds it. The versions before it stay as they are, so a
-failure costs nothing: the shelf's word says again what it said before.
+there, and only then its place's word says that this worker holds it. The newest version before it stays as it is, and
+so does each that requests use: after a failure the shelf's word says again what it said before. But where each place
+had a version, the oldest that no request uses goes as soon as a first worker needs its place. It is lost even if this
+worker, or another one that has not begun, fails then; the next try takes the same place.
 """
 
 from __future__ import annotations

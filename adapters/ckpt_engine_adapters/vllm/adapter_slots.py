@@ -142,7 +142,9 @@ class AdapterSlots:
             self._manager.add_adapter(self._model_of(version))
             self._manager.activate_adapter(version.number)
         except BaseException:
-            self.drop(version.identity)
+            # Not dropped as one that was in use: the tensors of that one stay.
+            del self._versions[path]
+            self._manager.remove_adapter(version.number)
             raise
 
     def drop(self, identity: weights_pb2.Identity) -> None:
