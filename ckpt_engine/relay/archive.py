@@ -2,8 +2,8 @@
 
 It decides what is kept: whole versions as the relay held them, the last `keep` of them, and fewer if the disk has no
 room. It does not decide when one is read: to the manager an archive is one more holder, and the relay reads it as it
-reads any source, cell by cell against the sealed record, before anything is paused. Deltas would join as further files
-of a version that name the one that they lead from (`docs/relays.md`); now each version is whole.
+reads any source, cell by cell against the sealed record, before anything is paused. Each version is whole; deltas would
+join as further files of a version that name the one that they lead from.
 
 A version is a folder with two files: `weights`, and `version`, an ArchivedVersion. It is written under another name,
 put on the disk, read back and compared with the record, and only then renamed: so a process that is killed leaves a
