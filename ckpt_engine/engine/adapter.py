@@ -167,7 +167,7 @@ class EngineAdapter(Protocol):
         others.
 
         cached: only continue them, over what the engine has cached of such beginnings, as for any request. Else nothing
-        that is cached is used: the request has a salt of its own.
+        that is cached is used: the request has a salt of its own. A log-probability that is not a number is NaN.
 
         Also raises KeyError, TypeError, ValueError or IndexError for an answer of an unknown form.
         """

@@ -9,13 +9,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
-from ckpt_engine.engine.adapter import load_adapter
-from ckpt_engine.v1 import weights_pb2
-from ckpt_engine_adapters.reference.driver import launch_plan
+from ckpt_engine.core.probe import against_trainer
+from ckpt_engine.engine.adapter import AdapterSettings, load_adapter
+from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine_adapters.reference.driver import ReferenceAdapter, launch_plan
 from ckpt_engine_adapters.reference.generation import Generation
+from ckpt_engine_adapters.reference.model import ReferenceModel
 from ckpt_engine_adapters.reference.sampling import choose
 from ckpt_engine_adapters.reference.server import parse
+from tests.gate.server import serve
+from tests.tiny_model import make_tiny_qwen3
 
 
 def _identity(version: int, lineage: str = "run") -> weights_pb2.Identity:
@@ -71,6 +79,27 @@ def test_a_stop_token_ends_a_request() -> None:
     generation = Generation([1], max_tokens=5, stop_tokens=[4])
     generation.append(4, -1.0, _identity(1))
     assert (generation.finish_reason, generation.output) == ("stop", [4])
+
+
+async def test_scores_of_weights_that_are_not_numbers_are_called_so(tmp_path: Path) -> None:
+    """JSON has no number for them, and the trainer is to read what is wrong."""
+    make_tiny_qwen3(tmp_path)
+    model = ReferenceModel(tmp_path, torch.bfloat16)
+    with torch.no_grad():
+        next(model.module.parameters()).fill_(torch.nan)
+    sequence = manager_pb2.ProbeSequence(tokens=[1, 2, 3], log_probabilities=[-1.0, -1.0])
+
+    async def score(request: Request) -> JSONResponse:
+        body = await request.json()
+        return JSONResponse(model.score(body["tokens"], body["more"]))
+
+    with serve(Starlette(routes=[Route("/ckpt_engine/score", score, methods=["POST"])])) as url:
+        adapter = ReferenceAdapter(AdapterSettings(url, tmp_path, ""))
+        answer = await adapter.score(sequence.tokens, 2, 60.0)
+        await adapter.close()
+    assert (len(answer.tokens), len(answer.chosen), len(answer.top)) == (2, 2, 2)
+    with pytest.raises(ValueError, match="told the log-probability nan in sequence 0, which is not finite"):
+        against_trainer(manager_pb2.ProbeScores(sequences=[sequence]), [answer])
 
 
 def test_the_launch_plan_is_a_command_line_that_the_server_understands(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -85,10 +86,13 @@ class ReferenceAdapter(HttpAdapter):
         await self._post_within("/ckpt_engine/prepare", seconds)
 
     async def score(self, tokens: Sequence[int], more: int, seconds: float, cached: bool = False) -> Score:
-        """Without a cache in any case: this engine keeps none from one request to the next."""
+        """Without a cache in any case: this engine keeps none from one request to the next. It tells a value that is
+        not finite as null."""
         body = {"tokens": list(tokens), "more": more, "seconds": seconds * ENGINE_SHARE}
         score = (await self._client.call("POST", "/ckpt_engine/score", seconds, body)).json()
-        prompt, chosen = (tuple(map(float, score[name])) for name in ("prompt", "chosen"))
+        prompt, chosen = (
+            tuple(math.nan if value is None else float(value) for value in score[name]) for name in ("prompt", "chosen")
+        )
         return Score(prompt, tuple(map(int, score["tokens"])), chosen, tuple(map(int, score["top"])))
 
     async def pause(self, mode: manager_pb2.PauseMode, seconds: float) -> None:
