@@ -73,6 +73,27 @@ def test_a_replicas_newest_commit_says_whether_its_draft_keeps_its_weights() -> 
     assert not Versions().keeps_draft("a")
 
 
+def test_the_ledger_keeps_the_seals_of_intents_without_an_answer() -> None:
+    versions, seal = Versions(), StoredSeal(1, None)
+    one, two, three, four = (identity(1, lineage) for lineage in ("one", "two", "three", "four"))
+
+    def keeps(epoch: int, what: Version) -> set[Version]:
+        return set(versions.intent(epoch, what, 1.0, (what.lineage,), None, seal).keeps)
+
+    assert keeps(1, one) == {one}
+    assert keeps(2, two) == {one, two}
+    versions.refuse(1)
+    assert keeps(3, three) == {two, three}
+    versions.doubt(2, two, frozenset({"two"}))
+    assert keeps(4, four) == {two, three, four}
+    versions.read_again(Commits())
+    assert keeps(5, four) == {three, four}, "the answer to another one than was doubted may still come"
+    assert not versions.intent(6, two, 1.0, (), None, seal).keeps
+    versions.refuse(4)
+    versions.select(Commit(5, four), {"four"}, is_last=True)
+    assert versions.pending == {3: three}
+
+
 def test_runs_with_replicas_of_their_own_do_not_meet_also_after_a_restart() -> None:
     manager = Manager()
     manager.install(identity(1, "one"), "a")

@@ -91,12 +91,12 @@ def a_replica_is_to_serve_the_newest_commit_for_it(patch: Patch) -> None:
 
 def an_unanswered_intent_takes_its_number(patch: Patch) -> None:
     """The number is used again."""
-    patch.setattr(Versions, "doubt", lambda self, identity, selection: None)
+    patch.setattr(Versions, "doubt", lambda self, epoch, identity, selection: None)
 
 
 def an_unanswered_commit_is_read_again(patch: Patch) -> None:
     """What the ledger was silent about counts as not committed."""
-    patch.setattr(Versions, "doubt", lambda self, identity, selection: self.take_number(identity))
+    patch.setattr(Versions, "doubt", lambda self, epoch, identity, selection: self.take_number(identity))
 
 
 # ----------------------------------------------------------------------------------------------------------------- seal

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from ckpt_engine.machines.events import RecordIntent
 from ckpt_engine.v1 import manager_pb2
 from tests.simulation.manager import ManagerShell
 from tests.simulation.members import AgentShell
 from tests.simulation.story import NEW, Problem, Story, outcomes, refused
 from tests.simulation.training import Group
+from tests.simulation.world import Steps
 
 HELD = manager_pb2.UNTIL_HELD
 
@@ -20,8 +24,8 @@ def manager_of(story: Story) -> ManagerShell:
 
 @pytest.fixture
 def story() -> Story:
-    """Whoever is stopped for some seconds keeps its session."""
-    return Story(lease=30.0)
+    """Who is stopped for some seconds keeps its session, and the ledger may take as long."""
+    return Story(lease=30.0, ledger=8.0)
 
 
 @pytest.fixture
@@ -63,6 +67,45 @@ def test_both_are_in_the_status_and_either_is_waited_for(story: Story, two: Two)
     story.wait(8.0)
     assert [wait.value.identity for wait in waits] == [result[0].identity for result in results]
     assert story.phase == "idle"
+
+
+@pytest.mark.parametrize("in_time", [True, False], ids=["late", "too late"])
+def test_the_seal_of_a_commit_on_its_way_outlives_another_pools_commit(
+    story: Story, two: Two, in_time: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is on the disk, and the ledger's answer has not come, when that of the other pool is written."""
+    _, _, first, second = two
+    manager, limit = manager_of(story), story.deadlines.ledger
+    carry_out, versions = manager._task, manager.machine._state.versions
+
+    def slow(task: Any, record: dict[str, str] | None = None) -> Steps:
+        result = yield from carry_out(task, record)
+        if isinstance(task, RecordIntent) and task.identity.lineage == "actor's run":
+            yield limit - 1.0 if in_time else limit + 5.0
+        return result
+
+    monkeypatch.setattr(manager, "_task", slow)
+    others: list[Any] = []
+    if in_time:  # no call begins while an intent has no answer
+        others = story.call(second.trainers[0], pool="judge")
+        story.until(lambda: "sealing" in story.phase)
+        second.trainers[0].stop_for(1.0)
+    ours = story.call(first.trainers[0], pool="actor")
+    story.until(lambda: story.ledger.intents)
+    (identity,) = story.ledger.intents.values()
+    if not in_time:
+        story.until(lambda: versions.doubtful)
+        others = story.call(second.trainers[0], pool="judge")
+    story.until(lambda: len(story.ledger.intents) == 2)
+    (other,) = {*story.ledger.intents.values()} - {identity}
+    assert identity not in versions.contents, "its answer has not come"
+    assert {*story.ledger.seals} == {identity, other}
+    story.wait(limit + 5.0)
+    assert [getattr(result, "ok", False) for (result,) in (ours, others)] == [in_time, True]
+    assert versions.last[identity.lineage].identity == identity, "what was written counts"
+    assert not versions.pending
+    assert story.trained(second, pool="judge").ok
+    assert {each.lineage for each in story.ledger.seals} == {identity.lineage, other.lineage}
 
 
 def test_within_a_pool_updates_take_turns_whatever_another_pool_does(story: Story, two: Two) -> None:

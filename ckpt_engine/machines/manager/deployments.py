@@ -454,9 +454,8 @@ class Deployments:
             course.writing, course.selecting = None, frozenset()
             self._write_later(course, key.number, now)
         else:
-            self.state.versions.doubt(
-                key.identity, key.selection
-            )  # the ledger is read again, and then `take_up` is called
+            # The ledger is read again, and then `take_up` is called.
+            self.state.versions.doubt(key.fence.epoch, key.identity, key.selection)
 
     def _committed(self, course: DeploymentCourse, key: DeploymentCommit, now: float) -> None:
         row = self._without_dropped(key.row)

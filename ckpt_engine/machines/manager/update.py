@@ -253,8 +253,11 @@ class CommitJob(Job):
     def written(self, done: Done, now: float) -> Job:
         """Takes the ledger's answer. Returns the next job: the installs, or the end, and then nothing has changed."""
         if done.problem is not None:
-            if not done.answered:
-                self.parts.course.state.versions.doubt(self.version.identity, self.parts.goal.selection)
+            versions, epoch = self.parts.course.state.versions, self.fence.epoch
+            if done.answered:
+                versions.refuse(epoch)
+            else:
+                versions.doubt(epoch, self.version.identity, self.parts.goal.selection)
             return Over(done.problem)
         if self.deployment is not None:
             relays, version = self.parts.relays, self.version

@@ -92,7 +92,11 @@ class Versions:
     highest: dict[str, Version] = field(default_factory=dict)  # by lineage, with the highest number
     undone: dict[str, manager_pb2.Deployment] = field(default_factory=dict)  # by lineage, the last that was undone
     roots: dict[tuple[str, int], bytes] = field(default_factory=dict)  # of what was committed, by lineage and number
-    doubtful: frozenset[str] = frozenset()  # keys of `desired` with a newest commit that is unknown
+    doubtful: dict[int, frozenset[str]] = field(default_factory=dict)
+    """By epoch of an intent without an answer, the keys of `desired` with a newest commit that is unknown."""
+    pending: dict[int, Version] = field(default_factory=dict)
+    """By epoch of its intent, a version of which the ledger may have stored the seal, and that is in `contents` only
+    once that is known."""
     staged: frozenset[Version] = frozenset()  # bases and targets of deployments, of which the contents are kept
     revision: int = 0  # rises when what replicas are to serve changes, except for one that says hello
 
@@ -121,16 +125,23 @@ class Versions:
         self.highest[identity.lineage] = identity
         return True
 
-    def doubt(self, identity: Version, selection: frozenset[str]) -> None:
+    def doubt(self, epoch: int, identity: Version, selection: frozenset[str]) -> None:
         """Notes that a version's intent may be on the disk, where it counts: its number is taken, and nothing is
         committed for the selection until the ledger is read again."""
         self.take_number(identity)
-        self.doubtful |= selection
+        if selection:
+            self.doubtful[epoch] = selection
+
+    def refuse(self, epoch: int) -> None:
+        """Notes that the ledger has not stored this intent, and will not."""
+        self.pending.pop(epoch, None)
 
     def read_again(self, commits: Commits) -> None:
         """Takes the commits that were read from the ledger; newer ones than the known are to be served."""
         self.revision += 1
-        self.doubtful = frozenset()
+        for epoch in self.doubtful:
+            self.pending.pop(epoch, None)
+        self.doubtful = {}
         for stored_commits, known in ((commits.desired, self.desired), (_last(commits), self.last)):
             for key, commit in stored_commits.items():
                 if key not in known or known[key].epoch < commit.epoch:
@@ -141,7 +152,8 @@ class Versions:
 
     def is_certain(self, names: Iterable[str], pool: str) -> bool:
         """Whether it is known what these replicas of a pool are to serve."""
-        return self.doubtful.isdisjoint((*names, everybody(pool)))
+        keys = {*names, everybody(pool)}
+        return all(keys.isdisjoint(each) for each in self.doubtful.values())
 
     def remember(self, identity: Version) -> None:
         """Remembers a version's root, which the ledger or a worker's words tell. The first one is believed."""
@@ -219,10 +231,13 @@ class Versions:
         seal: StoredSeal,
     ) -> RecordIntent:
         """The ledger's task that records an intent. That of an attempt selects nothing, so it stores no seal. Beside
-        this version's the ledger keeps the seals of those that were to be served, or committed last, until now."""
+        this version's the ledger keeps the seals of those that were to be served, or committed last, until now, and of
+        those that other intents may have stored meanwhile."""
         if not selection:
             return RecordIntent(epoch, identity, seconds)
-        return RecordIntent(epoch, identity, seconds, selection, deployment, seal, (*self.contents, identity))
+        self.pending[epoch] = identity
+        keeps = tuple(dict.fromkeys((*self.contents, *self.pending.values())))
+        return RecordIntent(epoch, identity, seconds, selection, deployment, seal, keeps)
 
     def begin(self, identity: Version, epoch: int, goal: Goal, seal: StoredSeal) -> None:
         """Takes a version that is about to be installed: commits it for the goal's selection. For an attempt keeps the
@@ -234,6 +249,7 @@ class Versions:
             if content is not None:
                 content.record = content.record or seal.record
             return
+        self.pending.pop(epoch, None)
         commit = Commit(epoch, identity, goal.keeps_draft)
         self.desired |= dict.fromkeys(goal.selection, commit)
         self.last[identity.lineage] = commit
@@ -263,6 +279,7 @@ class Versions:
         """Takes a commit of a deployment. is_last: it decides the deployment, so that it is the lineage's last."""
         self.remember(commit.identity)
         self.revision += 1
+        self.pending.pop(commit.epoch, None)
         self.desired |= dict.fromkeys(selection, commit)
         if is_last:
             self.last[commit.identity.lineage] = commit
