@@ -41,7 +41,7 @@ from ckpt_engine.shell.tasks import TaskFailedError
 if TYPE_CHECKING:
     import psycopg
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Of the tables in a database; those in a file have their own."""
 
 SCHEMA = "ckpt_engine"
@@ -56,7 +56,13 @@ PAUSE = 0.2
 NOT_DURABLE = {"synchronous_commit": "off", "fsync": "off"}
 """Settings under which PostgreSQL reports a commit that a power cut may undo."""
 
-_TABLES = """
+_SEALS = """
+CREATE TABLE IF NOT EXISTS seals (
+    lineage TEXT NOT NULL, version BIGINT NOT NULL, root BYTEA NOT NULL, fill BIGINT NOT NULL, record BYTEA,
+    PRIMARY KEY (lineage, version)
+);
+"""
+_TABLES = f"""
 CREATE TABLE cluster (
     id TEXT NOT NULL, made DOUBLE PRECISION NOT NULL, epoch BIGINT NOT NULL, tables INTEGER NOT NULL
 );
@@ -69,16 +75,22 @@ CREATE TABLE meant (replica TEXT PRIMARY KEY, epoch BIGINT NOT NULL, lineage TEX
 CREATE TABLE highest (lineage TEXT PRIMARY KEY, version BIGINT NOT NULL, root BYTEA NOT NULL);
 CREATE TABLE holds (replica TEXT PRIMARY KEY, since DOUBLE PRECISION NOT NULL, reason TEXT NOT NULL);
 CREATE TABLE deployments (number BIGINT PRIMARY KEY, undecided BIGINT NOT NULL, deployment BYTEA NOT NULL);
-CREATE TABLE seals (
-    lineage TEXT NOT NULL, version BIGINT NOT NULL, root BYTEA NOT NULL, fill BIGINT NOT NULL, record BYTEA,
-    PRIMARY KEY (lineage, version)
-);
+{_SEALS}
 CREATE TABLE term (
     number BIGINT NOT NULL, holder TEXT NOT NULL, leader TEXT NOT NULL, until TIMESTAMPTZ NOT NULL,
     seconds DOUBLE PRECISION NOT NULL, writes BIGINT NOT NULL
 );
 INSERT INTO term VALUES (0, '', '', 'epoch', 0, 0);
 """
+
+_MIGRATIONS = {
+    1: f"""
+ALTER TABLE term ADD COLUMN IF NOT EXISTS seconds DOUBLE PRECISION NOT NULL DEFAULT 0;
+ALTER TABLE term ADD COLUMN IF NOT EXISTS writes BIGINT NOT NULL DEFAULT 0;
+{_SEALS}
+""",
+}
+"""The script from each version of the tables to the next one. Some databases say 1 and have parts of version 2."""
 
 _HOLDS = "holder = %s AND until > clock_timestamp()"
 
@@ -96,7 +108,7 @@ class Lead:
     number: int
     leader: str  # the address under which members reach the manager that has it; empty: none ever had it
     seconds: float  # that it lasts from now on; 0 or less: it has ended
-    length: float  # seconds for which it was taken, or renewed last
+    length: float  # seconds for which it was taken, or renewed last; 0: by a manager that did not store it
     renewal: tuple[str, datetime]  # what each renewal changes: the row's holder, and its end by the database's clock
 
 
@@ -290,7 +302,8 @@ class Terms:
         self._database = database
 
     def prepare(self, cluster: str) -> bool:
-        """Makes the tables if they are not there. Returns whether it did. cluster: as of `Ledger.open`.
+        """Makes the tables if they are not there, and migrates older ones. Returns whether it made them. cluster: as
+        of `Ledger.open`.
 
         Raises FAILED_PRECONDITION for tables of a newer release, or of another cluster than the named one.
         """
@@ -320,6 +333,10 @@ class Terms:
                 f"the ledger {self.name} is that of cluster {ours}, not {cluster}: leave --cluster out, or name an "
                 "empty database"
             )
+        if tables < SCHEMA_VERSION:
+            for older in range(tables, SCHEMA_VERSION):
+                connection.execute(_MIGRATIONS[older])
+            connection.execute("UPDATE cluster SET tables = %s", (SCHEMA_VERSION,))
         return False
 
     def take(self, leader: str, seconds: float, unrenewed: Lead | None = None) -> Lead | None:

@@ -66,14 +66,14 @@ class Term:
         return self._seconds / RENEWALS / 2
 
     async def prepare(self, cluster: str) -> None:
-        """Makes the ledger's tables if they are not there. Raises as `Terms.prepare`."""
+        """Makes the ledger's tables if they are not there, and migrates older ones. Raises as `Terms.prepare`."""
         self._fresh = await self._run(lambda: self._terms.prepare(cluster))
 
     async def take(self, leader: str) -> Lead | None:
         """Takes the term, and renews it from then on, if no manager has it. Returns the one that has it, or None:
         this manager leads. leader: the address under which members reach it. Raises as `Database.transaction`."""
         start, last = _now(), self.lead
-        unrenewed = last if last is not None and start - self._renewal_at >= last.length else None
+        unrenewed = last if last is not None and 0 < last.length <= start - self._renewal_at else None
         lead = await self._run(lambda: self._terms.take(leader, self._seconds, unrenewed))
         if lead is not None and (last is None or lead.renewal != last.renewal):
             self._renewal_at = _now()

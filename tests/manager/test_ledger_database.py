@@ -25,6 +25,32 @@ from tests import postgresql as servers
 from tests.postgresql import PASSWORD, USER, Server
 from tests.waiting import until
 
+OLDEST_TABLES = """
+CREATE SCHEMA ckpt_engine;
+SET search_path = ckpt_engine;
+CREATE TABLE cluster (
+    id TEXT NOT NULL, made DOUBLE PRECISION NOT NULL, epoch BIGINT NOT NULL, tables INTEGER NOT NULL
+);
+CREATE TABLE intents (
+    epoch BIGINT PRIMARY KEY, lineage TEXT NOT NULL, version BIGINT NOT NULL, root BYTEA NOT NULL,
+    time DOUBLE PRECISION NOT NULL, selection TEXT NOT NULL, late INTEGER NOT NULL
+);
+CREATE TABLE outcomes (epoch BIGINT PRIMARY KEY, report BYTEA NOT NULL, time DOUBLE PRECISION NOT NULL);
+CREATE TABLE meant (replica TEXT PRIMARY KEY, epoch BIGINT NOT NULL, lineage TEXT NOT NULL);
+CREATE TABLE highest (lineage TEXT PRIMARY KEY, version BIGINT NOT NULL, root BYTEA NOT NULL);
+CREATE TABLE holds (replica TEXT PRIMARY KEY, since DOUBLE PRECISION NOT NULL, reason TEXT NOT NULL);
+CREATE TABLE deployments (number BIGINT PRIMARY KEY, undecided BIGINT NOT NULL, deployment BYTEA NOT NULL);
+CREATE TABLE term (
+    number BIGINT NOT NULL, holder TEXT NOT NULL, leader TEXT NOT NULL, until TIMESTAMPTZ NOT NULL
+);
+INSERT INTO cluster VALUES ('1c2a7a4e-62c9-4f46-9d0b-6a2a1f3f2d11', 0, 7, 1);
+INSERT INTO intents VALUES (7, 'run', 1, decode(repeat('00', 32), 'hex'), 0, '[""]', 0);
+INSERT INTO meant VALUES ('', 7, 'run');
+INSERT INTO highest VALUES ('run', 1, decode(repeat('00', 32), 'hex'));
+INSERT INTO term VALUES (3, 'older', 'a:1', clock_timestamp() + interval '1 hour');
+"""
+"""A ledger with tables of version 1, of a manager that leads."""
+
 ONE, TWO = Version("run", 1, bytes(32)), Version("run", 2, bytes(32))
 
 
@@ -330,6 +356,43 @@ async def test_tables_of_a_newer_release_and_another_cluster_are_refused(postgre
     with pytest.raises(CkptEngineError, match="upgrade ckpt-engine"):
         async with asking(address):
             pass
+
+
+@pytest.mark.parametrize(
+    "since",
+    ["", "ADD seconds DOUBLE PRECISION NOT NULL DEFAULT 0", "ADD writes BIGINT NOT NULL DEFAULT 0"],
+    ids=["oldest", "with seconds", "with writes"],
+)
+async def test_tables_of_version_1_are_migrated(
+    postgresql: Server, since: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that have some of the second version already. The term of a manager that did not store its length is
+    not taken from it while it lasts by the database's clock."""
+    now = 1000.0
+    monkeypatch.setattr("ckpt_engine.manager.term._now", lambda: now)
+    address = postgresql.new_database()
+    postgresql.run(OLDEST_TABLES, database_of(address))
+    if since:
+        postgresql.run(f"ALTER TABLE ckpt_engine.term {since}", database_of(address))
+    async with asking(address) as first, asking(address) as second:
+        assert postgresql.run("SELECT tables FROM ckpt_engine.cluster", database_of(address)) == [(SCHEMA_VERSION,)]
+        for _ in range(3):
+            lead = await first.take("b:1")
+            assert lead is not None, "the older manager leads"
+            assert (lead.number, lead.leader) == (3, "a:1")
+            now += 600.0
+        postgresql.run("UPDATE ckpt_engine.term SET until = clock_timestamp()", database_of(address))
+        assert await first.take("b:1") is None
+        ledger = await first.ledger()
+        assert not ledger.fresh
+        assert (ledger.cluster, ledger.epoch) == ("1c2a7a4e-62c9-4f46-9d0b-6a2a1f3f2d11", 7)
+        assert [each.identity for each in await ledger.history()] == [ONE]
+        await ledger.record_intent(8, TWO, [""], None, SealEntry(7, b"record"), [ONE, TWO])
+        assert await ledger.seals([TWO]) == {TWO: SealEntry(7, b"record")}
+        lead = await second.take("c:1")
+        assert lead is not None
+        assert lead.length == 60.0
+        await ledger.close()
 
 
 async def test_two_that_begin_at_once_make_one_ledger(postgresql: Server) -> None:
