@@ -226,9 +226,9 @@ class Database:
 class DatabaseStore:
     """The ledger's tables in a database, for the manager with the term. As `Store`."""
 
-    def __init__(self, database: Database, terms: Terms, lost: Callable[[], object], *, fresh: bool = False) -> None:
-        """terms: that has taken the term. lost: called on the ledger's thread once a write finds that it has ended.
-        fresh: the tables were just made."""
+    def __init__(self, database: Database, terms: Terms, lost: Callable[[str], object], *, fresh: bool = False) -> None:
+        """terms: that has taken the term. lost: called on the ledger's thread by each write that finds that it has
+        ended, with the reason for people. fresh: the tables were just made."""
         self.name = database.name
         self.fresh = fresh
         self._database = database
@@ -267,8 +267,8 @@ class DatabaseStore:
 
         try:
             result = self._database.transaction(run)
-        except LostTermError:
-            self._lost()
+        except LostTermError as error:
+            self._lost(error.problem.message)
             raise
         self._terms.writes = count
         return result

@@ -102,8 +102,8 @@ class Term:
         """The ledger, for writing as long as the term lasts. Its owner closes it. kept_reports: see `ledger.py`."""
         loop, fresh, self._fresh = asyncio.get_running_loop(), self._fresh, False
 
-        def lost() -> None:
-            loop.call_soon_threadsafe(self._give_up)
+        def lost(reason: str) -> None:
+            loop.call_soon_threadsafe(self._give_up, reason)
 
         return await Ledger.of(
             lambda: DatabaseStore(Database(self._address, self._answer_seconds), self._terms, lost, fresh=fresh),
@@ -140,13 +140,14 @@ class Term:
             if not self._given_up:
                 log.warning("the term has ended: it was not renewed for %g s ledger=%s", self._seconds, self.name)
         except LostTermError as error:
-            log.warning("%s", error.problem.message)
-            self._given_up = True
+            self._give_up(error.problem.message)
         except Exception:
             log.exception("the term is given up")
         self._lose()
 
-    def _give_up(self) -> None:
+    def _give_up(self, reason: str) -> None:
+        if not self._given_up:
+            log.warning("%s", reason)
         self._given_up = True
         self._lose()
 

@@ -303,13 +303,12 @@ async def test_a_leader_whose_writes_are_lost_gives_its_term_up(
         await ledger.record_hold("two", "")
         assert not first.lost.is_set()
         postgresql.run("UPDATE ckpt_engine.term SET writes = writes - 1", database_of(address))
-        if noticed_by == "a write":
+        for _ in range(2 if noticed_by == "a write" else 0):
             with pytest.raises(LostTermError, match="lacks at least the last 1 writes of this manager"):
                 await ledger.record_hold("three", "")
         await asyncio.wait_for(first.lost.wait(), 60)
         assert not first.held
-        if noticed_by == "a renewal":
-            assert "was rolled back: a replica of the database, or a copy, took over" in caplog.text
+        assert caplog.text.count("was rolled back: a replica of the database, or a copy, took over") == 1
         await ledger.close()
         await first.release()
         assert await second.take("b:1") is None, "it needs not wait for the term's end"
