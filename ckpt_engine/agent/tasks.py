@@ -18,7 +18,7 @@ from ckpt_engine.channel import ManagerStub, get_blob, put_blob
 from ckpt_engine.core.manifest import canonical
 from ckpt_engine.core.problems import internal, unavailable
 from ckpt_engine.engine.adapter import EngineAdapter, EngineCallError
-from ckpt_engine.gate.counts import Counts, total_counts
+from ckpt_engine.gate.counts import total_counts
 from ckpt_engine.gate.page import EngineMark, EnginePage, HoldLimits, RequestHold, verdict
 from ckpt_engine.machines import events
 from ckpt_engine.shell.tasks import TaskFailedError, carry_out, words
@@ -122,9 +122,9 @@ class TaskRunner:
         admission = verdict(words, page is not None and page.marked().own_weights)
         statuses = tuple(self._host.status(word) for word in words)
         guesses = None if self._host.adapter is None else self._host.adapter.guesses
-        counts = Counts() if page is None else total_counts(page.path.parent)
-        verdict_words = admission.open, admission.reason, admission.identity
-        return events.Words(statuses, *verdict_words, guesses, counts.answered, counts.failed)
+        counts = None if page is None else total_counts(page.path.parent)
+        requests = (None, None) if counts is None else (counts.answered, counts.failed)
+        return events.Words(statuses, admission.open, admission.reason, admission.identity, guesses, *requests)
 
     def _page(self) -> EnginePage:
         if self._host.page is None:

@@ -205,8 +205,8 @@ class Words:
     reason: str  # why they are not
     identity: weights_pb2.Identity | None
     guesses: manager_pb2.Guesses | None = None  # of the engine's draft, since the engine's start; None: it counts none
-    requests: int = 0  # that the gate has let in and that have ended, since the engine's start
-    failed_requests: int = 0  # of these: the engine answered 5xx, or broke off
+    requests: int | None = None  # that the gate has let in and that have ended, since the engine's start; None: no page
+    failed_requests: int | None = None  # of these: the engine answered 5xx, or broke off
 
 
 @dataclass(frozen=True)

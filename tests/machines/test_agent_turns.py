@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ckpt_engine.core.deadlines import Deadlines
 from ckpt_engine.core.manifest import DIGEST_FORMAT
 from ckpt_engine.machines import events
@@ -56,6 +58,30 @@ def test_an_engine_that_gets_ready_between_hello_and_welcome_is_told_to_the_mana
         if isinstance(command, events.Send) and isinstance(command.body, manager_pb2.ReplicaHello)
     ]
     assert [hello.HasField("engine") for hello in hellos] == [False, True]
+
+
+def test_requests_are_told_once_there_is_a_page_to_read_them_from() -> None:
+    """Otherwise a manager would take the engine for one that was started again."""
+    agent = Agent()
+    agent.welcome()
+    given = agent.engine_ready(paused=False)
+    while runs := [each for each in given if isinstance(each, events.Run)]:
+        results = [
+            replace(WORDS, requests=7, failed_requests=0) if isinstance(each.task, events.ReadWords) else None
+            for each in runs
+        ]
+        given = [
+            more
+            for each, result in zip(runs, results, strict=True)
+            for more in agent.tell(events.Done(each.key, result))
+        ]
+    agent.tell(events.EngineExited("killed"))
+    sent = [each.body for each in agent.commands if isinstance(each, events.Send)]
+    beats = [each for each in sent if isinstance(each, manager_pb2.ReplicaHeartbeat)]
+    counts = [each.requests if each.HasField("requests") else None for each in beats]
+    assert counts[0] is None
+    assert 7 in counts
+    assert counts[-1] is None
 
 
 def test_a_refused_resume_is_not_repeated_in_the_same_moment() -> None:

@@ -146,7 +146,7 @@ class Engine:
             words = self.page()
             judged = page.verdict(words, own)
             statuses = tuple(word.status() for word in words)
-            self._judged = key, events.Words(statuses, judged.open, judged.reason, judged.identity)
+            self._judged = key, events.Words(statuses, judged.open, judged.reason, judged.identity, None, 0, 0)
         if not self.requests:
             return self._judged[1]
         return replace(self._judged[1], requests=self.requests, failed_requests=self.failed_requests)

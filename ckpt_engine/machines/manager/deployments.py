@@ -374,10 +374,11 @@ class Deployments:
 
     def _count(self, row: Deployment, course: DeploymentCourse) -> None:
         """Adds the requests that replicas of its waves have answered since this was called last. What a replica told
-        the first time is where its count begins, and so is 0 for another engine."""
+        the first time is where its count begins, and so is 0 for another engine. A hello tells of none."""
         for name in row.in_waves & self.state.members.replicas.keys():
-            replica = self.state.members.replicas[name]
-            counted = replica.requests, replica.failed_requests
+            counted = self.state.members.replicas[name].requests
+            if counted is None:
+                continue
             before = course.counted.get(name, counted)
             before = (0, 0) if counted[0] < before[0] else before
             course.counted[name] = counted

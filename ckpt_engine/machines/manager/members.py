@@ -179,8 +179,9 @@ class Replica:
     stage_memory: str = ""
     scrubs: tuple[manager_pb2.WorkerScrub, ...] = ()
     guesses: manager_pb2.Guesses | None = None  # of its draft model, since it holds its version
-    requests: int = 0  # that its gate has let in and that have ended, since the engine's start
-    failed_requests: int = 0  # of these, those that failed
+    # that its gate has let in and that have ended, since the engine's start, and of these, those that failed; None: no
+    # heartbeat of this session has told
+    requests: tuple[int, int] | None = None
     last_outcome: manager_pb2.ReplicaOutcome | None = None
     unfit: Unfit | None = None  # why it could not take the version that it was last asked to take; None: it could
     failure: str = ""  # why the last attempt for it alone failed; empty: it did not
@@ -534,7 +535,8 @@ def take_beat(replica: Replica, beat: manager_pb2.ReplicaHeartbeat) -> None:
     replica.engine_check, replica.stage_memory = beat.engine_check, beat.stage_memory
     replica.scrubs = tuple(beat.scrubs)
     replica.guesses = beat.guesses if beat.HasField("guesses") else None
-    replica.requests, replica.failed_requests = beat.requests, beat.failed_requests
+    if beat.HasField("requests"):
+        replica.requests = beat.requests, beat.failed_requests
 
 
 def _beat_content(source: Replica | manager_pb2.ReplicaHeartbeat) -> tuple[object, ...]:
