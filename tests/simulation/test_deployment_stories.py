@@ -3,6 +3,7 @@ was killed goes on with."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from ckpt_engine.commands import choices
 from ckpt_engine.machines.manager import deploy
 from ckpt_engine.v1 import manager_pb2
 from tests.simulation.engine import Engine
+from tests.simulation.members import AgentShell
 from tests.simulation.story import NEW, OLD, Problem, Story, outcomes, refused
 from tests.simulation.training import Group
 from tests.simulation.world import Signal
@@ -221,6 +223,81 @@ def test_a_canary_of_which_too_many_requests_fail_is_undone(story: Story, failin
         assert report.deployment.state == Row.STATE_DEPLOYED
         assert report.deployment.requests >= 20
         assert report.deployment.failed_requests == 0
+
+
+def errors_and_time(story: Story, strategy: str) -> tuple[list[Any], AgentShell]:
+    """A deployment whose first wave may fail a tenth of its requests for 12 s: its result, and the wave's agent."""
+    group = begun(story)
+    group.train()
+    conditions = [
+        manager_pb2.DeployCondition(name="time", value=12.0),
+        manager_pb2.DeployCondition(name="errors", value=0.1),
+    ]
+    result = story.call(group.trainers[0], strategy=strategy, conditions=conditions, timeout_seconds=90.0)
+    story.until(lambda: 1 in serve(story), 20.0)
+    story.wait(3.0)
+    return result, story.agents[sorted(story.agents)[serve(story).index(1)]]
+
+
+def answers(agent: AgentShell, requests: int, failed: int = 0) -> None:
+    """Its engine answers so many requests."""
+    assert agent.engine is not None
+    agent.engine.requests += requests
+    agent.engine.failed_requests += failed
+
+
+def test_while_it_waits_it_is_judged_as_often_as_its_conditions_want(story: Story) -> None:
+    """Paused, or for replicas that do not serve: heartbeats tell of requests, and are no news."""
+    errors_and_time(story, "rolling")
+    row = deploy.Deployment.of(story.deployments[-1])
+    closed = dict.fromkeys(row.participants, deploy.Observed(connected=True))
+    facts = deploy.Facts(60.0, False, requests=100)
+    for waits in (replace(row, paused=True), row):
+        step = deploy.next_step(waits, closed, facts)
+        assert isinstance(step, deploy.Judgement)
+        assert (step.verdict, step.seconds) == (deploy.Verdict.OPEN, deploy.COUNTED_SECONDS)
+        step = deploy.next_step(waits, closed, replace(facts, failed=50))
+        assert isinstance(step, deploy.Decide)
+        assert step.state == deploy.UNDONE
+
+
+def test_requests_that_fail_later_than_they_are_looked_at_undo_nothing(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result, canary = errors_and_time(story, "canary")
+    answers(canary, 100)
+    go, original = Signal(), Engine._get_ready
+
+    def get_ready(self: Engine, *order: Any) -> Any:
+        yield go
+        yield from original(self, *order)
+
+    monkeypatch.setattr(Engine, "_get_ready", get_ready)
+    story.until(lambda: len(story.deployments[-1].waves) == 2, 20.0)
+    answers(canary, 100, failed=100)
+    story.wait(5.0)
+    go.set()
+    story.wait(10.0)
+    assert result[0].deployment.state == Row.STATE_DEPLOYED
+    assert serve(story) == [1] * 4
+
+
+def test_a_canary_waits_for_a_person_although_all_others_are_held(story: Story) -> None:
+    group = begun(story)
+    group.train()
+    result = story.call(group.trainers[0], strategy="canary", timeout_seconds=60.0)
+    story.wait(10.0)
+    (row,) = story.deployments
+    for name in set(row.participants) - set(row.waves[0].replicas):
+        story.hold(name)
+    story.wait(10.0)
+    (row,) = story.deployments
+    assert row.state == Row.STATE_UNDECIDED
+    assert "deploy approve" in row.waits_for
+    story.deploy(Action.ACTION_APPROVE)
+    story.wait(10.0)
+    assert result[0].deployment.state == Row.STATE_DEPLOYED
+    assert sorted(serve(story)) == [0, 0, 0, 1]
 
 
 def test_paused_it_begins_no_wave(story: Story) -> None:

@@ -355,23 +355,25 @@ Step: TypeAlias = Decide | NextWave | Judgement
 
 
 def next_step(deployment: Deployment, fleet: Fleet, facts: Facts) -> Step:
-    """What comes after a wave that has ended, or at the beginning."""
+    """What comes after a wave that has ended, or at the beginning. A participant that is not in the fleet, since an
+    operator holds it, is still to come: conditions are judged before the others are decided about. After the last wave
+    the probe alone is judged."""
     strategy = STRATEGIES[deployment.strategy]
     if not deployment.participants:
         return Decide(UNDONE, "all of its replicas said goodbye or were evicted")
-    judgements = [CONDITIONS[each.name](each.value, facts) for each in deployment.conditions]
+    is_last = deployment.in_waves.issuperset(deployment.participants)
+    conditions = [each for each in deployment.conditions if each.name == "probe" or not is_last]
+    judgements = [CONDITIONS[each.name](each.value, facts) for each in conditions]
     for each in judgements:
-        if each.verdict is Verdict.BROKEN:  # of the last wave, too
+        if each.verdict is Verdict.BROKEN:
             return Decide(UNDONE, each.reason)
-    if deployment.in_waves.issuperset(fleet):
-        return Decide(DEPLOYED)
+    seconds = min((each.seconds for each in judgements if each.seconds is not None), default=None)
     if deployment.waves:
-        if deployment.paused:
-            return Judgement(Verdict.OPEN, "a person has paused it: `ckpt-engine deploy resume`")
-        waits = [each for each in judgements if each.verdict is Verdict.OPEN]
+        if deployment.paused and not is_last:
+            return Judgement(Verdict.OPEN, "a person has paused it: `ckpt-engine deploy resume`", seconds)
+        waits = [each.reason for each in judgements if each.verdict is Verdict.OPEN]
         if waits:
-            seconds = [each.seconds for each in judgements if each.seconds is not None]
-            return Judgement(Verdict.OPEN, "; ".join(each.reason for each in waits), min(seconds, default=None))
+            return Judgement(Verdict.OPEN, "; ".join(waits), seconds)
     if not _waiting(deployment, fleet):
         return Decide(DEPLOYED)
     wave = strategy.next_wave(deployment, fleet)
@@ -379,7 +381,7 @@ def next_step(deployment: Deployment, fleet: Fleet, facts: Facts) -> Step:
         return NextWave(tuple(wave))
     closed = sorted(name for name, each in fleet.items() if not each.serving)
     why = f"{some(closed)} to serve: no more than {deployment.wave_replicas} of {len(fleet)} may not serve at a time"
-    return Judgement(Verdict.OPEN, why)
+    return Judgement(Verdict.OPEN, why, seconds)
 
 
 @dataclass(frozen=True)

@@ -406,7 +406,7 @@ class Deployments:
 
     def _wave_ended(self, row: Deployment, course: DeploymentCourse, now: float) -> None:
         course.ended = now
-        if not row.in_waves.issuperset(row.participants):  # else nothing is judged any more, and the report tells these
+        if not row.in_waves.issuperset(row.participants):  # else requests are judged no more, and these are reported
             course.counted, course.requests, course.failed = {}, 0, 0
         self._count(row, course)
         self._note(course, "between waves", now)
