@@ -18,7 +18,7 @@ from ckpt_engine.core.check_verdict import Score
 from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.names import some
 from ckpt_engine.core.problems import invalid
-from ckpt_engine.v1 import manager_pb2
+from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 MOST_SEQUENCES = 256
 """Sequences of one probe, at most."""
@@ -197,8 +197,15 @@ def is_bad(answer: manager_pb2.ProbeAnswer) -> bool:
     return bool(answer.broken or answer.broken_cached or answer.HasField("problem"))
 
 
+def excuses_engine(answer: manager_pb2.ProbeAnswer) -> bool:
+    """Whether there is no answer since questions were not asked, or were cut short: that is no fault of the engine."""
+    return answer.problem.code == weights_pb2.Problem.CODE_ABORTED
+
+
 def why_bad(answer: manager_pb2.ProbeAnswer) -> str:
     """What is wrong with an answer, for people; empty: nothing."""
+    if excuses_engine(answer):
+        return f"its engine was not asked to the end: {answer.problem.message}"
     if answer.HasField("problem"):
         return f"its engine did not answer the probe: {answer.problem.message}"
     if answer.broken:

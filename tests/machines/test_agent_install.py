@@ -29,10 +29,14 @@ class Install:
     """An install that was told at 0 to the agent of an engine that serves. Steps end when `until` or `end` says so."""
 
     def __init__(
-        self, deadline: float = DEADLINE, early_bytes: int = 0, waits: bool = False, scores: bytes = b""
+        self,
+        deadline: float = DEADLINE,
+        early_bytes: int = 0,
+        waits: bool = False,
+        scores: bytes | weights_pb2.Problem = b"",
     ) -> None:
         """early_bytes: what its worker says that it brings into stage memory. waits: for others, once it is ready.
-        scores: of its version's probe."""
+        scores: of its version's probe, or why they cannot be fetched."""
         self.scores = scores
         self.early_bytes = early_bytes
         self.agent = Agent()
@@ -59,6 +63,9 @@ class Install:
     def end(self, run: events.Run, now: float, words: events.Words = WORDS) -> None:
         """The step ends well. words: what is read, if that is the step."""
         self._running.remove(run)
+        if run.key[-1] == "fetch scores" and isinstance(self.scores, weights_pb2.Problem):
+            self._take(self.agent.tell(events.Done(run.key, problem=self.scores), now))
+            return
         fetched = (self.scores,) if run.key[-1] == "fetch scores" else (b"plan", b"expected")
         results = {events.ReadWords: words, events.FetchBlobs: fetched}
         if isinstance(run.task, events.PrepareEngine):

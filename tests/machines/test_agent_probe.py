@@ -7,8 +7,9 @@ from test_agent_install import DEADLINE, EPOCH, NEW, NEXT, TORN, Install
 from test_agent_turns import CLUSTER
 
 from ckpt_engine.core.check_verdict import Score
-from ckpt_engine.core.probe import CONTINUED
+from ckpt_engine.core.probe import CONTINUED, why_bad
 from ckpt_engine.machines import events
+from ckpt_engine.machines.manager import deploy
 from ckpt_engine.v1 import manager_pb2, weights_pb2
 
 SECONDS = 8.0
@@ -21,13 +22,14 @@ SCORES = manager_pb2.ProbeScores(
     clip=0.2,
     seconds=SECONDS,
 )
+BLOB = SCORES.SerializeToString()
 CHOSEN = (-0.5,) * CONTINUED
 
 
 class Probed(Install):
     """An install of a version with a probe, which has come to the probe at 2."""
 
-    def __init__(self, scores: bytes = SCORES.SerializeToString()) -> None:
+    def __init__(self, scores: bytes | weights_pb2.Problem = BLOB) -> None:
         super().__init__(scores=scores)
         run = self.until(events.InstallEngine, 0.0)
         self.want(0.0)
@@ -122,6 +124,17 @@ def test_scores_that_cannot_be_used_are_told(blob: bytes, words: str) -> None:
     outcome = Probed(blob).outcome()
     assert outcome.outcome == manager_pb2.OUTCOME_NEW_SERVING
     assert words in outcome.probe.problem.message
+
+
+def test_scores_that_cannot_be_fetched_are_no_fault_of_the_engine() -> None:
+    lost = weights_pb2.Problem(code=weights_pb2.Problem.CODE_NOT_FOUND, message="no such blob")
+    outcome = Probed(lost).outcome()
+    assert outcome.outcome == manager_pb2.OUTCOME_NEW_SERVING
+    assert outcome.probe.problem.code == weights_pb2.Problem.CODE_ABORTED
+    assert outcome.probe.problem.message == "the scores could not be fetched: no such blob"
+    assert "did not answer" not in why_bad(outcome.probe)
+    judge = deploy.CONDITIONS["probe"]
+    assert judge(0.0, deploy.Facts(1.0, False, {"a": outcome.probe})).verdict is deploy.Verdict.OPEN
 
 
 def test_an_engine_that_refuses_a_question_has_served_all_the_same() -> None:

@@ -59,7 +59,8 @@ class Probing:
         """Asks the first question. True: the probe has ended, since there is none that could be asked."""
         self._began = now
         if isinstance(self._blob, Problem):
-            return self._fail(self._blob.code, f"the scores could not be fetched: {self._blob.message}", now)
+            # A manager that was lost has taken them along: that says nothing about the engine.
+            return self._fail(Problem.CODE_ABORTED, f"the scores could not be fetched: {self._blob.message}", now)
         try:
             self._scores = manager_pb2.ProbeScores.FromString(self._blob)
             check_scores(self._scores)

@@ -17,10 +17,10 @@ from functools import cached_property
 from typing import TypeAlias
 
 from ckpt_engine.core.names import some
-from ckpt_engine.core.probe import is_bad, why_bad
+from ckpt_engine.core.probe import excuses_engine, is_bad, why_bad
 from ckpt_engine.core.problems import invalid
 from ckpt_engine.core.version import Version
-from ckpt_engine.v1 import manager_pb2, weights_pb2
+from ckpt_engine.v1 import manager_pb2
 
 State = manager_pb2.Deployment.State
 
@@ -216,9 +216,11 @@ def _person(value: float, facts: Facts) -> Judgement:
 
 def _probe(value: float, facts: Facts) -> Judgement:
     """Broken by a replica that breaks a bound or gave no answer. Where no answer is known (a manager that was started
-    again has no scores to ask for, or a person's command cut the questions short), a person's word stands in for it:
-    nothing waits unseen."""
-    answers = {name: None if answer is None or _is_cut(answer) else answer for name, answer in facts.probes.items()}
+    again has no scores to ask for, an agent could not fetch them from the one before, or a person's command cut the
+    questions short), a person's word stands in for it: nothing waits unseen."""
+    answers = {
+        name: None if answer is None or excuses_engine(answer) else answer for name, answer in facts.probes.items()
+    }
     bad = {name: answer for name, answer in answers.items() if answer is not None and is_bad(answer)}
     if bad:
         name = min(bad)
@@ -228,10 +230,6 @@ def _probe(value: float, facts: Facts) -> Judgement:
         why = f"an answer of {some(unknown)} to the probe, or `ckpt-engine deploy approve` (or undo) without it"
         return Judgement(Verdict.OPEN, why)
     return MET
-
-
-def _is_cut(answer: manager_pb2.ProbeAnswer) -> bool:
-    return answer.problem.code == weights_pb2.Problem.CODE_ABORTED
 
 
 def _errors(value: float, facts: Facts) -> Judgement:
