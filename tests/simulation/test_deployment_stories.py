@@ -429,6 +429,31 @@ def test_all_or_none_pauses_no_engine_before_all_are_ready(story: Story, monkeyp
     assert serve(story) == [0] * 4
 
 
+def test_all_or_none_waits_for_one_that_was_ready_and_is_lost(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = begun(story)
+    group.train()
+    slow, lost = story.agents["replica-2"], story.agents["replica-1"]
+    go, original = Signal(), Engine._get_ready
+
+    def get_ready(self: Engine, *order: Any) -> Any:
+        if self is slow.engine:
+            yield go
+        yield from original(self, *order)
+
+    monkeypatch.setattr(Engine, "_get_ready", get_ready)
+    story.call(group.trainers[0], strategy="all_or_none", timeout_seconds=60.0)
+    story.wait(3.0)
+    assert "replica-2 to be ready" in story.deployments[-1].waits_for
+    story.restart_agent(lost, 1.5)
+    go.set()
+    for _ in range(12):
+        story.wait(0.1)
+        assert not any(agent.engine is None or agent.engine.paused for agent in story.agents.values())
+    assert "replica-1 to be ready: no engine is paused before all are" in story.deployments[-1].waits_for
+    story.wait(15.0)
+    assert serve(story) == [1] * 4, story.deployments[-1]
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_as_many_may_fail_as_min_replicas_leaves_but_not_a_whole_first_wave(story: Story, first: bool) -> None:
     group = begun(story)

@@ -38,6 +38,9 @@ class Job:
     def message(self, member: Member, body: object, now: float) -> None:
         """Takes a message, which may carry another update's fence."""
 
+    def session_ended(self, name: str) -> None:
+        """Drops what counts only in the session in which this replica said it."""
+
     def overdue(self, seconds: float, now: float) -> Job | None:
         """Goes on without silent members, or ends, when its phase's time is up, `seconds` after the update began."""
         return None

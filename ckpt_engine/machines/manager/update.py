@@ -366,6 +366,11 @@ class InstallJob(Job):
         names = self._recipients.waiting_for()
         return bool(names) and (not self._waits or all(self._heard[name].ready for name in names))
 
+    def session_ended(self, name: str) -> None:
+        """Takes a replica for one that is not ready, until it says so again: its install comes to it again then."""
+        if self._waits:
+            self._heard.pop(name, None)
+
     def go_on(self, now: float) -> None:
         """Tells replicas that are ready to pause their engines, and to install."""
         if self._waits:
@@ -558,6 +563,8 @@ class Update:
             self.relays.lost(member)
         if self._parts.absences.concerns(member):
             self._parts.absences.lost(member, now)
+        if isinstance(member, Replica):
+            self.job.session_ended(member.name)
 
     def note_return(self, member: Member, now: float) -> None:
         """Takes what a member said when it came back or published (a relay counts as filled once its hello names the
@@ -568,8 +575,10 @@ class Update:
         self._parts.absences.note_return(member)
         if isinstance(member, TrainerRank):
             self._parts.ranks.note_return(member)
-        elif isinstance(member, Replica) and member.last_outcome is not None:
-            self.message(member, member.last_outcome, now)
+        elif isinstance(member, Replica):
+            self.job.session_ended(member.name)
+            if member.last_outcome is not None:
+                self.message(member, member.last_outcome, now)
         self._send_missing(now)
 
     def drop_member(self, member: Member, now: float, alive: bool) -> None:
