@@ -127,11 +127,12 @@ class Story(Scenario):
         return self.ledger.reports[max(self.ledger.reports.keys() - self.ledger.late)]
 
     def call(self, trainer: TrainerShell, **wishes: Any) -> list[Any]:
-        """One rank calls; its result is appended to the list when it comes: a report or a problem."""
-        version, adapts = wishes.pop("version", None), wishes.pop("adapts", False)
+        """One rank calls; its result is appended to the list when it comes: a report or a problem. sealed: the fence
+        under which it has sealed the version for a manager that led before."""
+        version, adapts, sealed = (wishes.pop(name, None) for name in ("version", "adapts", "sealed"))
         scores: manager_pb2.ProbeScores | None = wishes.pop("probe", None)
         request = manager_pb2.UpdateWeightsRequest(
-            version=version, adapts=adapts, options=manager_pb2.UpdateOptions(**wishes)
+            version=version, adapts=adapts, sealed=sealed, options=manager_pb2.UpdateOptions(**wishes)
         )
         if scores is not None:
             assert self.cluster.manager is not None

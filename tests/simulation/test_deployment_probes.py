@@ -146,6 +146,24 @@ def test_a_manager_that_is_killed_waits_for_a_person_or_has_the_answer(
         assert serve(story) == [0 if offset else 1] * 4
 
 
+def test_a_call_that_joins_a_deployment_brings_its_scores_again(story: Story) -> None:
+    group = begun(story)
+    both = [*CONDITION, manager_pb2.DeployCondition(name="person")]
+    wishes = {"strategy": "canary", "conditions": both, "version": 1, "timeout_seconds": 60.0}
+    canary(story, group, **wishes)
+    story.until(lambda: 1 in serve(story), 20.0)
+    story.wait(5.0)
+    story.restart_manager()
+    (trainer,) = group.trainers
+    result = story.call(trainer, probe=SCORES, sealed=trainer.machine._sealed_under, **wishes)
+    story.wait(5.0)
+    assert story.deploy(Action.ACTION_APPROVE).approved == 1
+    story.wait(10.0)
+    (report,) = result
+    assert report.deployment.state == Row.STATE_DEPLOYED, "the last wave has answers, too"
+    assert all(each.probe.engine.tokens for each in report.replicas)
+
+
 def test_all_or_none_goes_back_if_one_breaks_a_bound(story: Story) -> None:
     group = begun(story)
     shift(story, -0.5, [sorted(story.agents)[2]])

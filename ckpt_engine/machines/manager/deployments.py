@@ -192,6 +192,7 @@ class Deployments:
                 if not named or not row.meets(goal.pool, goal.lineage) or goal.fill != content.fill or not goal.fill:
                     continue
                 queued.dequeue()
+                content.probe = content.probe or goal.probe  # the manager before has taken its scores along
                 course.calls, course.until = dict(goal.calls), goal.until
                 self.state.set_timer(DeploymentCallEnd(number), goal.end - self.state.deadlines.report - now)
                 first_ended = len(row.waves) > 1 or course.ended is not None
