@@ -161,6 +161,17 @@ def test_a_later_install_cuts_the_probe_short() -> None:
     assert "something newer" in outcome.probe.problem.message
 
 
+def test_what_cut_the_probe_short_overtakes_older_installs() -> None:
+    install = Probed()
+    later = manager_pb2.Install(
+        fence=weights_pb2.Fence(cluster=CLUSTER, epoch=EPOCH + 2), identity=NEXT, deadline_seconds=DEADLINE
+    )
+    install.agent.tell(events.Message(install.agent.peer, later), 4.0)
+    assert install.outcome().probe.problem.code == weights_pb2.Problem.CODE_ABORTED
+    sent = [each.body for each in install.agent.engine_ready(paused=False) if isinstance(each, events.Send)]
+    assert [each.epoch for each in sent if isinstance(each, manager_pb2.ReplicaHello)] == [EPOCH + 2]
+
+
 def test_an_engine_that_ends_in_the_probe_is_quarantined() -> None:
     install = Probed()
     install.agent.tell(events.EngineExited("killed"), 4.0)

@@ -255,10 +255,10 @@ class AgentMachine:
         if fence.cluster != self._session.cluster or fence.epoch < self._highest:
             return False
         operation = self.replica.operation
-        if operation is None:
+        if operation is not None and fence.epoch > operation.fence.epoch:
+            operation.overtaken(f"the manager went on to epoch {fence.epoch}", now)  # which may end it at once
+        if self.replica.operation is None:
             self._highest = fence.epoch
-        elif fence.epoch > operation.fence.epoch:
-            operation.overtaken(f"the manager went on to epoch {fence.epoch}", now)
         return True
 
     def _command(self, kind: str, fence: Fence, make: Callable[[], Operation], now: float) -> None:
