@@ -44,6 +44,9 @@ from ckpt_engine.transport.base import Comparable, OpenedRegions
 FULL_EVERY = 50
 """After so many installs by changes, one is in full."""
 
+ASK_SECONDS = 1.0
+"""How long a relay may take to answer in the pause; after that the install goes in full."""
+
 ON_GPUS = False
 """Whether tensors on a GPU go by their changes. They could; that this is faster than in full was not measured yet."""
 
@@ -118,11 +121,12 @@ class ChangeLayout:
         self.rest = Ready(opened, bind(resolved, rest, tensors)) if rest and self.runs else None
         self.spared_bytes = sum(run.elements * run.width for run in self.runs)
 
-    def changes(self) -> ChangeTable:
-        """What differs between the versions of the relay. Raises UNAVAILABLE, saying why there is none; DATA_LOSS."""
+    def changes(self, seconds: float) -> ChangeTable:
+        """What differs between the versions of the relay. seconds: for its answer, at most ASK_SECONDS. Raises
+        UNAVAILABLE, saying why there is none; DATA_LOSS."""
         regions = self._opened[self.regions[0]]
         assert isinstance(regions, Comparable)
-        return regions.changes()
+        return regions.changes(min(ASK_SECONDS, seconds))
 
     def offsets(self, slot_bytes: int) -> list[int]:
         """Where each region begins in its slot, in the order of `_AtomPlace.region`."""

@@ -319,7 +319,7 @@ class _InstallRun:
 
     def _by_changes(self, plan: ReadyPlan, resident: Ready, base: Base | None) -> ChangedInstall | None:
         """An install of what has changed, with what lies in its place now; None: it goes in full, and the report says
-        why. Writes nothing."""
+        why. Writes nothing. Raises UNAVAILABLE if that cannot be read any more either."""
         layout = plan.changes
         if layout is None or plan.places:
             return None
@@ -328,13 +328,17 @@ class _InstallRun:
             if not layout.runs:
                 raise precondition("no tensor can go by its changes: they lie on a GPU, or not as they are served")
             assert base is not None
-            changed = ChangedInstall(layout, resident, layout.changes(), self._order.identity.root, base)
+            table = layout.changes(self._stop_at - time.monotonic())
+            changed = ChangedInstall(layout, resident, table, self._order.identity.root, base)
             started = time.monotonic()
             changed.read()
             self.report.transfer_seconds += time.monotonic() - started
             return changed
         except Exception as error:  # nothing is written yet, and the install in full needs none of this
             self.report.in_full = problem_of(error, "looking at what changed").message
+            for regions in plan.opened.values():
+                if not regions.offered():  # what is not held any more may be overwritten while it is read
+                    regions.check()
             return None
 
     def _check_base(self, plan: ReadyPlan, base: Base | None) -> None:

@@ -116,9 +116,10 @@ class Viewable(Protocol):
 class Comparable(Protocol):
     """An addition to OpenedRegions whose owner holds two versions, laid out alike, and has compared them."""
 
-    def changes(self) -> ChangeTable:
+    def changes(self, seconds: float) -> ChangeTable:
         """What differs between the two versions that the owner holds now, by where it lies in their memory. It stays
-        as it is, whatever the owner does. Raises UNAVAILABLE, saying why, if there is no such table; DATA_LOSS."""
+        as it is, whatever the owner does. seconds: how long the owner may take to answer; if it takes longer, regions
+        stay as readable as they were. Raises UNAVAILABLE, saying why, if there is no such table; DATA_LOSS."""
         ...
 
     def slot_offset(self, region: Region, slot_bytes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,10 +18,12 @@ from ckpt_engine.delta.table import AtomChanges, ChangeTable
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.install import changes
 from ckpt_engine.install.changes import ChangedInstall, overlapping
+from ckpt_engine.relay.door import ArenaDoor, _DoorReader
 from ckpt_engine.relay.slots import Slots
+from ckpt_engine.transport.relay_memory.reader import CHANGES, HOLD
 from ckpt_engine.transport.shared_memory.memory import SharedMemoryTransport
 from ckpt_engine.v1 import manager_pb2
-from ckpt_engine.v1.weights_pb2 import SourceTable
+from ckpt_engine.v1.weights_pb2 import Problem, SourceTable
 from ckpt_engine.v1.worker_pb2 import WorkerInstalled
 from tests.install.install_models import TensorParallel, assert_same, bits, state
 from tests.install.install_world import Checkpoint
@@ -229,6 +232,54 @@ def test_a_flipped_byte_that_no_change_touches_is_found_by_the_scrub_and_mended_
         assert_by_changes(world.next())
         for worker in world.replica.workers:
             worker.installer.close()
+
+
+def test_a_relay_that_answers_late_keeps_its_readers(pair: World) -> None:
+    """Its tables come when it is asked the next question, and are not taken for that one's answer."""
+    honest, late, prompt = ArenaDoor._answer, dict[int, tuple[object, ...]](), set[ArenaDoor]()
+
+    def answer(self: ArenaDoor, reader: _DoorReader, kind: int, slot: int, arena: bytes) -> None:
+        if kind == CHANGES and self not in prompt:
+            late[id(reader)] = (reader, kind, slot, arena)
+            return
+        if kind == HOLD and (question := late.pop(id(reader), None)) is not None:
+            honest(self, *question)  # type: ignore[arg-type]
+        honest(self, reader, kind, slot, arena)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ArenaDoor, "_answer", answer)
+        patch.setattr(changes, "ASK_SECONDS", 0.05)
+        pair.assert_installed(answers := pair.next())
+        assert_in_full(answers, "did not answer within 0.05 s")
+        assert len(late) == pair.relay.readers == len(answers)
+        prompt.add(pair.relay._ways._door)
+        descriptors = len(os.listdir("/proc/self/fd"))
+        pair.assert_installed(pair.install())
+        assert not late
+        assert len(os.listdir("/proc/self/fd")) <= descriptors
+    pair.assert_installed(answers := pair.next())
+    assert_by_changes(answers)
+
+
+def test_a_lease_that_ends_while_changes_are_asked_for_ends_the_install_before_it_writes(
+    pair: World,
+) -> None:
+    honest, before = ArenaDoor._answer, dict(pair.checkpoint.weights)
+
+    def answer(self: ArenaDoor, reader: _DoorReader, kind: int, slot: int, arena: bytes) -> None:
+        if kind == CHANGES:
+            raise OSError("the relay hangs up")
+        honest(self, reader, kind, slot, arena)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ArenaDoor, "_answer", answer)
+        for worker, model, given in zip(pair.replica.workers, pair.replica.models, pair.next(), strict=True):
+            assert given.report.problem.code == Problem.CODE_UNAVAILABLE, given.report
+            assert worker.slot.state == manager_pb2.WORKER_STATE_CLEAN
+            like = TensorParallel(pair.replica.models.index(model), len(pair.replica.models), **SHAPE)
+            like.load_weights(before.items())
+            assert_same(state(model), state(like))
+    pair.assert_installed(pair.install())
 
 
 def _left_out(found: AtomChanges) -> AtomChanges:

@@ -20,9 +20,10 @@ import queue
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -60,6 +61,8 @@ ANSWER_BYTES = 1024
 ASK_SECONDS = 10.0
 """How long a relay may take to answer."""
 
+_TABLE_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK
+
 _KEPT = 64
 """Regions of an arena that stay mapped without a plan that uses them: those of both slots, for later plans."""
 
@@ -72,6 +75,7 @@ class _LeasedArena:
         self._arena = locator.arena
         self._lock = threading.Lock()
         self._answers: queue.SimpleQueue[tuple[bytes, list[int]] | None] = queue.SimpleQueue()
+        self._late = 0  # answers that are still to come to questions that were given up
         self._held: dict[int, int] = {}  # by slot: how many RelayRegions hold it
         self.ended = False
         self.mappings: OrderedDict[tuple[int, int], Mapping] = OrderedDict()
@@ -81,8 +85,7 @@ class _LeasedArena:
         try:
             answer, descriptors = self._ask(OPEN, 0)
             if answer[:1] != b"\1" or len(descriptors) != 1:
-                for each in descriptors:
-                    os.close(each)
+                _close(descriptors)
                 raise unavailable(f"the relay does not lend its memory: {_words(answer)}")
             self._descriptor = descriptors[0]
         except BaseException:
@@ -116,27 +119,28 @@ class _LeasedArena:
 
         Raises UNAVAILABLE if the relay is gone or the slot is being filled with something else.
         """
-        answer, _ = self._ask(HOLD, slot)
+        answer, descriptors = self._ask(HOLD, slot)
+        _close(descriptors)
         if answer[:1] != b"\1":
             raise unavailable(f"the relay does not lend slot {slot}: {_words(answer)}")
         with self._lock:
             self._held[slot] = self._held.get(slot, 0) + (not again)
 
-    def changes(self) -> ChangeTable:
-        """Asks for what differs between the slots now. Raises UNAVAILABLE, saying why, if there is none; DATA_LOSS."""
-        answer, descriptors = self._ask(CHANGES, 0)
+    def changes(self, seconds: float) -> ChangeTable:
+        """Asks for what differs between the slots now. seconds: for the answer; the lease goes on without it. Raises
+        UNAVAILABLE, saying why, if there is none; DATA_LOSS."""
+        answer, descriptors = self._ask(CHANGES, 0, seconds)
         try:
             if answer[:1] != b"\1" or len(descriptors) != 1:
                 raise unavailable(_words(answer))
-            if not fcntl.fcntl(descriptors[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE:
+            if fcntl.fcntl(descriptors[0], fcntl.F_GET_SEALS) & _TABLE_SEALS != _TABLE_SEALS:
                 raise data_loss("the relay's table of changes could change while it is read: it is not sealed")
             size = os.fstat(descriptors[0]).st_size
             return ChangeTable(memoryview(mmap.mmap(descriptors[0], size, access=mmap.ACCESS_COPY)))
         except (OSError, ValueError) as error:
             raise unavailable(f"the relay's table of changes cannot be mapped: {error}") from error
         finally:
-            for each in descriptors:
-                os.close(each)
+            _close(descriptors)
 
     def release(self, slot: int) -> None:
         """Ends one caller's hold of a slot. Never raises."""
@@ -159,19 +163,29 @@ class _LeasedArena:
         with contextlib.suppress(OSError):
             self._connection.close()
 
-    def _ask(self, kind: int, slot: int) -> tuple[bytes, list[int]]:
+    def _ask(self, kind: int, slot: int, seconds: float | None = None) -> tuple[bytes, list[int]]:
+        """seconds: for an answer that the lease can do without; None: a relay that does not answer ends it."""
         with self._lock:
             if self.ended:
                 raise unavailable("the relay has gone, or has taken its memory back")
+            limit = self._seconds if seconds is None else max(0.0, seconds)
+            stop_at = time.monotonic() + limit
             try:
                 with contextlib.suppress(OSError):  # a relay that has hung up may have said why
                     self._connection.send(QUESTION.pack(kind, slot, self._arena))
-                found = self._answers.get(timeout=self._seconds)
+                found = self._answers.get(timeout=limit)
+                while found is not None and self._late:
+                    self._late -= 1
+                    _close(found[1])
+                    found = self._answers.get(timeout=max(0.0, stop_at - time.monotonic()))
             except queue.Empty:
+                if seconds is not None:
+                    self._late += 1
+                    raise unavailable(f"the relay did not answer within {limit:g} s") from None
                 found = None
             if found is None:
-                self.close()  # a late answer must not be taken for the next question's
-                raise unavailable(f"the relay has gone, or did not answer within {self._seconds:g} s")
+                self.close()
+                raise unavailable(f"the relay has gone, or did not answer within {limit:g} s")
             return found
 
     def _listen(self) -> None:
@@ -186,6 +200,9 @@ class _LeasedArena:
         self.ended = True
         self.mappings = OrderedDict()
         self._answers.put(None)
+        with self._lock, contextlib.suppress(queue.Empty):  # nothing is asked any more
+            while True:
+                _close((self._answers.get_nowait() or (b"", []))[1])
 
 
 def _connect(region: Region, locator: RelayMemoryLocator, seconds: float) -> socket.socket:
@@ -219,6 +236,11 @@ def _connect(region: Region, locator: RelayMemoryLocator, seconds: float) -> soc
     return connection
 
 
+def _close(descriptors: Iterable[int]) -> None:
+    for each in descriptors:
+        os.close(each)
+
+
 def _words(answer: bytes) -> str:
     return answer[1:].decode("utf-8", "replace") or "it gave no reason"
 
@@ -247,12 +269,12 @@ class RelayRegions:
             arena.hold(slot, again=index in self._holding)
             self._holding.add(index)
 
-    def changes(self) -> ChangeTable:
+    def changes(self, seconds: float) -> ChangeTable:
         """What differs between the slots of the only relay; see Comparable."""
         arenas = {arena for arena, _ in self._slots}
         if len(arenas) != 1:
             raise unavailable(f"weights come from {len(arenas)} relays")
-        return arenas.pop().changes()
+        return arenas.pop().changes(seconds)
 
     def slot_offset(self, region: Region, slot_bytes: int) -> int:
         """Where a region begins in its slot; see Comparable."""
