@@ -20,7 +20,7 @@ the relay. What changes in memory without an install is found by the scrub, or b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,8 +53,9 @@ ON_GPUS = False
 _AT_ONCE = 1 << 15
 """Most changes that a thread takes at once."""
 
-_MOST_PAINTED = 1 << 30
-"""Elements of memory that interleaved needs are looked for in; where there are more, all of them go in full."""
+_MOST_PAINTED = 1 << 24
+"""Elements of memory, of all groups of interleaved needs together, that shared ones are looked for in; needs of further
+groups go in full. The engine waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,18 +202,23 @@ def _alone(
     tensors: Mapping[str, torch.Tensor],
 ) -> list[str]:
     """Those of `lone` whose needs share memory with nothing else that an install writes."""
+    if not lone:
+        return []
     views: list[tuple[str, torch.Tensor]] = [(name, tensors[name].detach()) for name in computed if name in tensors]
     for name in names:
         tensor = tensors[name].detach()
         views += [(name, check.destination.of(tensor)) for check in resolved.work[name].checks]
-    shared = {views[index][0] for index in overlapping([view for _, view in views])}
+    wanted = frozenset(lone)
+    asked = {number for number, (name, _) in enumerate(views) if name in wanted}
+    shared = {views[number][0] for number in overlapping([view for _, view in views], asked)}
     return [name for name in lone if name not in shared]
 
 
-def overlapping(views: Sequence[torch.Tensor]) -> set[int]:
-    """The numbers of the views that have an element in common with another one, or twice. Where looking for that would
-    take too long, those of all that may."""
+def overlapping(views: Sequence[torch.Tensor], asked: Collection[int]) -> set[int]:
+    """The numbers of the views that have an element in common with another one, or twice; where looking for that would
+    take too long, those of all that may. asked: the numbers that matter; others may be left out."""
     found: set[int] = set()
+    alike: dict[object, int] = {}
     by_device: dict[torch.device, list[tuple[int, int, int]]] = {}
     for number, view in enumerate(views):
         if not view.numel():
@@ -220,24 +226,38 @@ def overlapping(views: Sequence[torch.Tensor]) -> set[int]:
         if any(step == 0 and length > 1 for length, step in zip(view.shape, view.stride(), strict=True)):
             found.add(number)
         start, size = view.data_ptr(), span(view.shape, view.stride()) * view.itemsize
-        by_device.setdefault(view.device, []).append((start, start + size, number))
+        first = alike.setdefault((view.device, start, view.shape, view.stride(), view.itemsize), number)
+        if first == number:
+            by_device.setdefault(view.device, []).append((start, start + size, number))
+        else:
+            found |= {first, number}
+    most = _MOST_PAINTED
     for ranges in by_device.values():
-        group: list[int] = []
-        stop = 0
-        for first, end, number in sorted(ranges):
-            if first >= stop:
-                found |= _painted(views, group)
-                group = []
-            group.append(number)
-            stop = max(stop, end)
-        found |= _painted(views, group)
+        for group in _crossing(ranges):
+            if any(number in asked and number not in found for number in group):
+                shared, size = _painted(views, group, most)
+                found |= shared
+                most -= size
     return found
 
 
-def _painted(views: Sequence[torch.Tensor], group: Sequence[int]) -> set[int]:
-    """The numbers of those of a group that share an element; their ranges of memory do."""
-    if len(group) < 2:
-        return set()
+def _crossing(ranges: list[tuple[int, int, int]]) -> Iterator[list[int]]:
+    """The numbers of ranges of memory that cross another one, in groups that have none in common. ranges: begin, end,
+    number."""
+    group: list[int] = []
+    stop = 0
+    for first, end, number in [*sorted(ranges), (1 << 64, 0, -1)]:
+        if first >= stop:
+            if len(group) > 1:
+                yield group
+            group = []
+        group.append(number)
+        stop = max(stop, end)
+
+
+def _painted(views: Sequence[torch.Tensor], group: Sequence[int], most: int) -> tuple[set[int], int]:
+    """The numbers of those of a group that share an element; their ranges of memory do. And over how many elements that
+    was looked for: at most so many, else all are said to."""
     start = views[group[0]].data_ptr()
     widths = {views[number].itemsize for number in group}
     width = widths.pop()
@@ -246,8 +266,8 @@ def _painted(views: Sequence[torch.Tensor], group: Sequence[int]) -> set[int]:
         place + span(views[number].shape, views[number].stride())
         for number, (place, _) in zip(group, places, strict=True)
     )
-    if widths or any(rest for _, rest in places) or size > _MOST_PAINTED:
-        return set(group)
+    if widths or any(rest for _, rest in places) or size > most:
+        return set(group), 0
     paint = torch.zeros(size, dtype=torch.uint8, device="cpu")
     painted = [
         paint.as_strided(views[number].shape, views[number].stride(), place)
@@ -255,7 +275,7 @@ def _painted(views: Sequence[torch.Tensor], group: Sequence[int]) -> set[int]:
     ]
     for each in painted:
         each += each < 2  # two are as many as more
-    return {number for number, each in zip(group, painted, strict=True) if bool((each > 1).any())}
+    return {number for number, each in zip(group, painted, strict=True) if bool((each > 1).any())}, size
 
 
 class _PlaceChanges(NamedTuple):

@@ -366,7 +366,7 @@ def test_two_needs_of_one_place_are_proved_in_full(
     """One of two tied tensors changes and the other one does not: each adds up by itself, and one of them is wrong."""
     monkeypatch.setattr(table, "MOST_SHARE", 8)
     if not is_looked_for:
-        monkeypatch.setattr(changes, "overlapping", lambda views: set())
+        monkeypatch.setattr(changes, "overlapping", lambda views, asked: set())
     weight = torch.randn(6, 8).bfloat16()
     checkpoint = Checkpoint({"embed": weight, "head": weight.clone(), "other": torch.randn(5).bfloat16()})
     with relay_memory() as relay:
@@ -387,12 +387,28 @@ def test_two_needs_of_one_place_are_proved_in_full(
         assert (word.state == manager_pb2.WORKER_STATE_CLEAN) != is_looked_for
 
 
+def shared(*views: torch.Tensor, asked: Iterable[int] | None = None) -> set[int]:
+    return overlapping(views, range(len(views)) if asked is None else {*asked})
+
+
 def test_views_that_share_an_element_are_found() -> None:
     memory = torch.zeros(10, 12, dtype=torch.int16)
     left, right = memory[:, :5], memory[:, 5:]
-    assert overlapping([left, right, torch.zeros(3)]) == set()
-    assert overlapping([left, memory[3:4, 4:9], right[5:]]) == {0, 1}
-    assert overlapping([memory, memory]) == {0, 1}
-    assert overlapping([memory.view(torch.int8)[:3, :1], right[5:]]) == set()
-    assert overlapping([memory.view(torch.int8)[:, 10:11], right]) == {0, 1}
-    assert overlapping([torch.zeros(1).expand(4)]) == {0}
+    assert shared(left, right, torch.zeros(3)) == set()
+    assert shared(left, memory[3:4, 4:9], right[5:]) == {0, 1}
+    assert shared(memory, memory) == {0, 1}
+    assert shared(memory.view(torch.int8)[:3, :1], right[5:]) == set()
+    assert shared(memory.view(torch.int8)[:, 10:11], right) == {0, 1}
+    assert shared(torch.zeros(1).expand(4)) == {0}
+    assert shared(memory, left, memory) == {0, 1, 2}
+
+
+def test_what_the_engine_waits_for_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = torch.zeros(3, 10, 12, dtype=torch.int16)
+    cut = [part for each in memory for part in (each[:, :5], each[:, 5:])]
+    monkeypatch.setattr(changes, "_MOST_PAINTED", 250)  # enough for two
+    assert shared(*cut) == {4, 5}
+    assert shared(*cut, asked=[3, 4]) == set()  # the first ones are left out
+    monkeypatch.setattr(changes, "_painted", lambda *_: pytest.fail("it is known without looking at each element"))
+    assert shared(memory, memory) == {0, 1}
+    assert shared(*cut, asked=[]) == set()
