@@ -17,6 +17,8 @@ ways, since it has the elements of either version. It lies in one string of byte
 from __future__ import annotations
 
 import struct
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -36,6 +38,7 @@ MOST_SHARE = 64
 _MARK = b"ckptchg1"
 _HEAD = struct.Struct(f"<8s{ROOT_BYTES}s{ROOT_BYTES}sQQQQ")
 _OFFSET, _BYTES, _FIRST, _WORD, _FIELDS = range(5)
+_PLACE_BYTES = 4
 _WORD_ALIGNMENT = 8  # of an atom's first changed element, so that elements of any width can be read where they lie
 
 
@@ -63,38 +66,48 @@ def compare(
     slot_bytes: int,
     pairs: Sequence[AtomPair],
     threads: int,
+    room: int,
     carry_on: Callable[[], None] = lambda: None,
-) -> list[Part] | None:
-    """Compares two slots. pairs: by offset, each of less than 2^32 elements. carry_on: called from time to time; what
-    it raises ends the comparison.
+) -> list[Part] | str:
+    """Compares two slots. pairs: by offset, each of 1 to 2^32 - 1 elements. room: bytes that the table may take, and
+    once more as much for a copy of it. carry_on: called from time to time; what it raises ends the comparison.
 
-    Returns the table in pieces; None: too much has changed.
+    Returns the table in pieces, or why there is none. Beside it some blocks a thread are in memory.
     """
-    most = sum(len(pair.one) for pair in pairs) // MOST_SHARE + 1
+    share = sum(len(pair.one) for pair in pairs) // MOST_SHARE + 1
+    width = max((pair.one.itemsize for pair in pairs), default=1)
+    most = min(share, room // (2 * (_PLACE_BYTES + 2 * width)))
+    counter = _Counter(most)
     atoms = np.zeros((len(pairs) + 1, _FIELDS), dtype=np.int64)
     places: list[npt.NDArray[Any]] = []
     words: tuple[list[npt.NDArray[Any]], list[npt.NDArray[Any]]] = [], []
     changes = size = 0
     with ThreadPoolExecutor(threads, "ckpt-engine compare") as pool:
-        for number, (pair, found) in enumerate(_compared(pairs, pool, 4 * threads)):
-            carry_on()
-            atoms[number] = pair.offset, pair.one.nbytes, changes, size
-            for where, one, other in found:
-                places.append(where)
-                changes += len(where)
-                words[0].append(one)
-                words[1].append(other)
-                size += one.nbytes
-            if rest := -size % _WORD_ALIGNMENT:
-                size += rest
-                for side in words:
-                    side.append(np.zeros(rest, dtype=np.uint8))
-            if changes > most:
-                pool.shutdown(cancel_futures=True)
-                return None
+        compared = _compared(pairs, pool, counter, 4 * threads)
+        try:
+            for number, pair in enumerate(pairs):
+                atoms[number] = pair.offset, pair.one.nbytes, changes, size
+                for _ in blocks(len(pair.one)):
+                    carry_on()
+                    where, one, other = next(compared)
+                    places.append(where)
+                    changes += len(where)
+                    words[0].append(one)
+                    words[1].append(other)
+                    size += one.nbytes
+                if rest := -size % _WORD_ALIGNMENT:
+                    size += rest
+                    for side in words:
+                        side.append(np.zeros(rest, dtype=np.uint8))
+        except _TooManyError:
+            if most < share:
+                return f"this host has no room for more than {most} changes"
+            return "too much differs between the two versions that it holds"
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
     atoms[-1] = slot_bytes, 0, changes, size
     head = _HEAD.pack(_MARK, *roots, slot_bytes, len(pairs), changes, size)
-    gap = b"\0" * (-(len(head) + atoms.nbytes + 4 * changes) % _WORD_ALIGNMENT)
+    gap = b"\0" * (-(len(head) + atoms.nbytes + _PLACE_BYTES * changes) % _WORD_ALIGNMENT)
     return [head, atoms, *places, gap, *words[0], *words[1]]
 
 
@@ -106,26 +119,42 @@ def bytes_of(part: Part) -> memoryview:
 _Found = tuple[npt.NDArray[np.uint32], Bits, Bits]
 
 
-def _compared(
-    pairs: Sequence[AtomPair], pool: ThreadPoolExecutor, ahead: int
-) -> Iterator[tuple[AtomPair, list[_Found]]]:
-    """The changes of each atom, block by block. ahead: blocks that are compared at one time, at least."""
-    waiting: list[tuple[AtomPair, list[Future[_Found]]]] = []
-    queued = 0
+class _TooManyError(Exception):
+    """There are more changes than a table may have."""
+
+
+class _Counter:
+    """Counts changes. Any thread."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._count = 0
+
+    def add(self, changes: int) -> None:
+        """Raises _TooManyError, and does so ever after, once there are more than `most`."""
+        with self._lock:
+            self._count += changes
+            if self._count > self._most:
+                raise _TooManyError
+
+
+def _compared(pairs: Sequence[AtomPair], pool: ThreadPoolExecutor, counter: _Counter, ahead: int) -> Iterator[_Found]:
+    """The changes of each block of each atom. ahead: the most blocks that wait, or are compared, at one time."""
+    waiting: deque[Future[_Found]] = deque()
     for pair in pairs:
-        waiting.append((pair, [pool.submit(_differences, pair, part) for part in blocks(len(pair.one))]))
-        queued += len(waiting[-1][1])
-        while queued > ahead:
-            first, futures = waiting.pop(0)
-            queued -= len(futures)
-            yield first, [each.result() for each in futures]
-    for pair, futures in waiting:
-        yield pair, [each.result() for each in futures]
+        for part in blocks(len(pair.one)):
+            if len(waiting) == ahead:
+                yield waiting.popleft().result()
+            waiting.append(pool.submit(_differences, pair, part, counter))
+    while waiting:
+        yield waiting.popleft().result()
 
 
-def _differences(pair: AtomPair, part: slice) -> _Found:
+def _differences(pair: AtomPair, part: slice, counter: _Counter) -> _Found:
     one, other = pair.one[part], pair.other[part]
     places = differing(one, other)
+    counter.add(len(places))
     return places + np.uint32(part.start), one[places], other[places]
 
 

@@ -59,12 +59,10 @@ def changes_of(
         pairs.append(AtomPair(atom.offset, *bits))
     began = time.monotonic()
     roots = one.identity.root, other.identity.root
-    table = compare(roots, slot_bytes, pairs, torch.get_num_threads(), carry_on)
-    if table is None:
-        return "too much differs between the two versions that it holds"
+    table = compare(roots, slot_bytes, pairs, torch.get_num_threads(), memory_room(), carry_on)
+    if isinstance(table, str):
+        return table
     size = sum(len(bytes_of(part)) for part in table)
-    if size > memory_room():
-        return f"this host has no room for {in_words(size)} of changes"
     descriptor = _sealed(table)
     log.info(
         "workers can be brought from version %d to %d, and back, by %s of changes, found in %.2f s",

@@ -10,10 +10,13 @@ import numpy.typing as npt
 import pytest
 
 from ckpt_engine.core.problems import CkptEngineError, aborted
+from ckpt_engine.delta import coding
+from ckpt_engine.delta import table as tables
 from ckpt_engine.delta.coding import BLOCK
 from ckpt_engine.delta.table import AtomPair, ChangeTable, bytes_of, compare
 from ckpt_engine.digest import placed
 
+ROOM = 1 << 30
 ROOTS = b"1" * 32, b"2" * 32
 Pairs = list[AtomPair]
 
@@ -34,8 +37,8 @@ def pairs(share: float) -> Pairs:
 
 
 def table(found: Pairs) -> bytearray:
-    parts = compare(ROOTS, 1 << 30, found, 2)
-    assert parts is not None
+    parts = compare(ROOTS, 1 << 30, found, 2, ROOM)
+    assert not isinstance(parts, str), parts
     return bytearray(b"".join(map(bytes_of, parts)))
 
 
@@ -62,7 +65,36 @@ def test_what_differs_comes_back(share: float, compiled: bool, monkeypatch: pyte
 
 
 def test_too_many_changes_are_no_table() -> None:
-    assert compare(ROOTS, 1 << 30, pairs(0.5), 2) is None
+    assert compare(ROOTS, 1 << 30, pairs(0.5), 2, ROOM) == "too much differs between the two versions that it holds"
+
+
+def test_changes_without_room_are_no_table() -> None:
+    found = pairs(0.001)
+    size = 2 * ChangeTable(memoryview(table(found))).changes * (4 + 2 * 8)  # as if all of them had eight bytes
+    assert isinstance(compare(ROOTS, 1 << 30, found, 2, size), list)
+    assert "has no room for more than" in compare(ROOTS, 1 << 30, found, 2, size - 1)
+
+
+@pytest.mark.parametrize("ends", ["too much differs", "enough"])
+def test_what_is_given_up_is_not_compared_to_its_end(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within an atom, too."""
+    compared: list[int] = []
+
+    def differing(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        compared.append(len(one))
+        return placed.differing(one, other)
+
+    def stop() -> None:
+        if ends == "enough" and compared:
+            raise aborted("enough")
+
+    monkeypatch.setattr(coding, "BLOCK", 1000)
+    monkeypatch.setattr(tables, "differing", differing)
+    one = np.arange(1_000_000, dtype=np.uint32)
+    other = one.copy() if ends == "enough" else one + 1
+    with contextlib.nullcontext() if ends != "enough" else pytest.raises(CkptEngineError, match=ends):
+        assert ends in compare(ROOTS, 1 << 30, [AtomPair(0, one, other)], 2, ROOM, stop)
+    assert len(compared) < 100
 
 
 def test_a_comparison_can_be_ended() -> None:
@@ -70,7 +102,7 @@ def test_a_comparison_can_be_ended() -> None:
         raise aborted("enough")
 
     with pytest.raises(CkptEngineError, match="enough"):
-        compare(ROOTS, 1 << 30, pairs(0.01), 2, stop)
+        compare(ROOTS, 1 << 30, pairs(0.01), 2, ROOM, stop)
 
 
 def test_bytes_that_are_no_table_are_refused_or_say_nothing_wrong() -> None:
