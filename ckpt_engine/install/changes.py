@@ -121,6 +121,9 @@ class ChangeLayout:
         rest = [name for name in names if name not in chosen]
         self.rest = Ready(opened, bind(resolved, rest, tensors)) if rest and self.runs else None
         self.spared_bytes = sum(run.elements * run.width for run in self.runs)
+        for regions in opened.values() if self.runs else ():
+            if isinstance(regions, Comparable):
+                regions.use_changes()
 
     def changes(self, seconds: float) -> ChangeTable:
         """What differs between the versions of the relay. seconds: for its answer, at most ASK_SECONDS. Raises

@@ -47,6 +47,7 @@ class _DoorReader:
     connection: socket.socket
     since: float
     opened: bool = False  # it has the arena's descriptor
+    uses_changes: bool = False
     held: dict[int, float] = field(default_factory=dict)  # by slot: since when
 
 
@@ -100,6 +101,12 @@ class ArenaDoor:
         """Connections that have the arena now."""
         with self._changed:
             return sum(reader.opened for reader in self._readers.values())
+
+    @property
+    def uses_changes(self) -> bool:
+        """Whether a reader can install by what differs between the slots."""
+        with self._changed:
+            return any(reader.uses_changes for reader in self._readers.values())
 
     def regions(self, slot: int, groups: Collection[Group]) -> list[Region]:
         """A region for each group of a slot, with the group's number as id. Bytes are the same from version to
@@ -237,7 +244,8 @@ class ArenaDoor:
             pass
         self._drop(reader)
 
-    def _answer(self, reader: _DoorReader, kind: int, slot: int, arena: bytes) -> None:
+    def _answer(self, reader: _DoorReader, kind: int, uses_changes: bool, slot: int, arena: bytes) -> None:
+        reader.uses_changes |= uses_changes
         why = "this relay has another arena by now" if arena != self._arena.id else ""
         if kind == OPEN and not why:
             reader.opened = True

@@ -55,6 +55,9 @@ from ckpt_engine.v1.weights_pb2 import (
 
 log = logging.getLogger("ckpt_engine.relay")
 
+_COMPARE_SHARE = 0.25
+"""Of the seconds that a filling has left when its slot is lent: how long versions may be compared for workers."""
+
 CLOSE_SECONDS = 10.0
 """Seconds for a stopped filling to end: it checks after each batch."""
 
@@ -289,10 +292,14 @@ class Slots:
             self._stop = stop = stop or FillStop()
             stop.check()
         with self._writes(seconds):
-            self._ways.lend_changes("another version is brought into it")
             ready = self._count(slot, wish, more)
-            held = self._fill(slot, wish, ready, stop_at, stop, progress)
-            self._ways.lend_changes(self._changes(stop_at, stop))
+            self._ways.lend_changes("another version is brought into it")
+            try:
+                held = self._fill(slot, wish, ready, stop_at, stop, progress)
+            except BaseException as error:
+                self._ways.lend_changes(f"its last filling failed: {_words(error)}")
+                raise
+            self._ways.lend_changes(self._changes(_COMPARE_SHARE * (stop_at - time.monotonic()), stop))
             return held
 
     @contextmanager
@@ -391,8 +398,7 @@ class Slots:
             )
         except BaseException as error:
             if lending is not None and before is None:
-                why = error.problem.message if isinstance(error, CkptEngineError) else "its filling has failed"
-                lending.end(f"it does not hold the version: {why}")
+                lending.end(f"it does not hold the version: {_words(error)}")
             if lending is not None:
                 lending.finish()
             raise
@@ -421,9 +427,10 @@ class Slots:
                 self._ways.lend(slot)
         return held
 
-    def _changes(self, stop_at: float, stop: FillStop) -> int | str:
+    def _changes(self, seconds: float, stop: FillStop) -> int | str:
         """What differs between the slots, or why workers are not told; see `changes_of`. Never raises: what was filled
-        is held all the same."""
+        is held all the same. seconds: that this may take."""
+        stop_at = time.monotonic() + seconds
         if not self._compares:
             return "it was started with --deltas never"
 
@@ -440,6 +447,8 @@ class Slots:
             ]
             if len(whole) != SLOTS:
                 return "it does not hold two whole versions"
+            if not self._ways.uses_changes:
+                return "no worker of this host could use changes when the last version came, so none were looked for"
             one, other = whole
             return changes_of(one, other, self._arena.slot_bytes, carry_on)
         except CkptEngineError as error:
@@ -527,3 +536,7 @@ class Slots:
             tuple(canonical(table) for table in wish.tables),
             wish.want.key(),
         )
+
+
+def _words(error: BaseException) -> str:
+    return error.problem.message if isinstance(error, CkptEngineError) else "its filling has failed"

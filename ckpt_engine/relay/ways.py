@@ -57,6 +57,11 @@ class Ways:
         """A region for each group, as processes of this host map it."""
         return [region_offered([near]) for near in self._door.regions(slot, groups)]
 
+    @property
+    def uses_changes(self) -> bool:
+        """Whether a process of this host can install by what differs between the slots."""
+        return self._door.uses_changes
+
     def lend_changes(self, changes: int | str) -> None:
         """Lets processes of this host have what differs between the slots; see `ArenaDoor.lend_changes`."""
         self._door.lend_changes(changes)

@@ -114,7 +114,12 @@ class Viewable(Protocol):
 
 @runtime_checkable
 class Comparable(Protocol):
-    """An addition to OpenedRegions whose owner holds two versions, laid out alike, and has compared them."""
+    """An addition to OpenedRegions whose owner holds two versions, laid out alike, and compares them for readers that
+    can use it."""
+
+    def use_changes(self) -> None:
+        """Has the owner know, from the next `check` on, that this reader can use what differs. Asks nothing."""
+        ...
 
     def changes(self, seconds: float) -> ChangeTable:
         """What differs between the two versions that the owner holds now, by where it lies in their memory. It stays

@@ -5,25 +5,29 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from ckpt_engine.core.problems import CkptEngineError, unavailable
 from ckpt_engine.core.sealed_record import ProvenRecord
 from ckpt_engine.delta import table
 from ckpt_engine.delta.table import AtomChanges, ChangeTable
 from ckpt_engine.host.facts import this_host
 from ckpt_engine.install import changes
 from ckpt_engine.install.changes import ChangedInstall, overlapping
+from ckpt_engine.relay import slots as relay_slots
+from ckpt_engine.relay.chunk_fill import ChunkFilling
 from ckpt_engine.relay.door import ArenaDoor, _DoorReader
 from ckpt_engine.relay.slots import Slots
 from ckpt_engine.transport.relay_memory.reader import CHANGES, HOLD
 from ckpt_engine.transport.shared_memory.memory import SharedMemoryTransport
 from ckpt_engine.v1 import manager_pb2
-from ckpt_engine.v1.weights_pb2 import Problem, SourceTable
+from ckpt_engine.v1.weights_pb2 import Identity, Problem, SourceTable
 from ckpt_engine.v1.worker_pb2 import WorkerInstalled
 from tests.install.install_models import TensorParallel, assert_same, bits, state
 from tests.install.install_world import Checkpoint
@@ -236,15 +240,15 @@ def test_a_flipped_byte_that_no_change_touches_is_found_by_the_scrub_and_mended_
 
 def test_a_relay_that_answers_late_keeps_its_readers(pair: World) -> None:
     """Its tables come when it is asked the next question, and are not taken for that one's answer."""
-    honest, late, prompt = ArenaDoor._answer, dict[int, tuple[object, ...]](), set[ArenaDoor]()
+    honest, late, prompt = ArenaDoor._answer, dict[int, tuple[Any, ...]](), set[ArenaDoor]()
 
-    def answer(self: ArenaDoor, reader: _DoorReader, kind: int, slot: int, arena: bytes) -> None:
+    def answer(self: ArenaDoor, reader: _DoorReader, kind: int, *rest: Any) -> None:
         if kind == CHANGES and self not in prompt:
-            late[id(reader)] = (reader, kind, slot, arena)
+            late[id(reader)] = (reader, kind, *rest)
             return
         if kind == HOLD and (question := late.pop(id(reader), None)) is not None:
-            honest(self, *question)  # type: ignore[arg-type]
-        honest(self, reader, kind, slot, arena)
+            honest(self, *question)
+        honest(self, reader, kind, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ArenaDoor, "_answer", answer)
@@ -266,10 +270,10 @@ def test_a_lease_that_ends_while_changes_are_asked_for_ends_the_install_before_i
 ) -> None:
     honest, before = ArenaDoor._answer, dict(pair.checkpoint.weights)
 
-    def answer(self: ArenaDoor, reader: _DoorReader, kind: int, slot: int, arena: bytes) -> None:
+    def answer(self: ArenaDoor, reader: _DoorReader, kind: int, *rest: Any) -> None:
         if kind == CHANGES:
             raise OSError("the relay hangs up")
-        honest(self, reader, kind, slot, arena)
+        honest(self, reader, kind, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ArenaDoor, "_answer", answer)
@@ -280,6 +284,51 @@ def test_a_lease_that_ends_while_changes_are_asked_for_ends_the_install_before_i
             like.load_weights(before.items())
             assert_same(state(model), state(like))
     pair.assert_installed(pair.install())
+
+
+def test_versions_are_compared_only_for_workers_that_can_use_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And only while there is time enough."""
+    checkpoint = Checkpoint(TensorParallel(0, 2, **SHAPE).checkpoint(), 1)
+    with relay_memory() as relay:
+        world = World(checkpoint, Replica(checkpoint, tmp_path / "engine", 2, **SHAPE), relay)
+        with monkeypatch.context() as patch:
+            patch.setattr(relay_slots, "changes_of", lambda *_: pytest.fail("it compares"))
+            world.fill()
+            world.fill()  # nothing has read it yet
+            patch.setattr(changes, "_alone", lambda *_: [])  # as on a GPU
+            for _ in range(2):
+                world.assert_installed(answers := world.next())
+                assert_in_full(answers, "")
+        for worker in world.replica.workers:
+            worker.installer.release()  # so that plans are laid out again
+        world.install()
+        world.assert_installed(answers := world.install())
+        assert_in_full(answers, "no worker of this host could use changes when the last version came")
+        with monkeypatch.context() as patch:
+            patch.setattr(relay_slots, "_COMPARE_SHARE", 0.0)
+            world.assert_installed(answers := world.next())
+            assert_in_full(answers, "could not be compared in time")
+        world.assert_installed(answers := world.next())
+        assert_by_changes(answers)
+
+
+def test_a_filling_that_fails_leaves_the_table_or_a_true_reason(pair: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair.train()
+    wanted = wish(seal(pair.checkpoint, [pair.replica]), 3, tables(pair.checkpoint), [pair.replica])
+    wrong = Identity(lineage="run", version=3, root=bytes(32))
+    with pytest.raises(CkptEngineError, match="the record hashes to"):  # before a slot is given up
+        pair.relay.fill(1, replace(wanted, identity=wrong), 60)
+    assert_by_changes(pair.install(1))
+
+    def run(*_: object) -> None:
+        raise unavailable("its source is gone")
+
+    monkeypatch.setattr(ChunkFilling, "run", run)
+    with pytest.raises(CkptEngineError, match="its source is gone"):
+        pair.relay.fill(1, wanted, 60)
+    assert_in_full(pair.install(2), "its last filling failed: its source is gone")
 
 
 def _left_out(found: AtomChanges) -> AtomChanges:

@@ -234,7 +234,11 @@ def test_whoever_asks_nonsense_or_nothing_is_sent_away(
                 if question is not None:
                     connection.send(question)
                 assert connection.recv(1) == b""
-        for question in (QUESTION.pack(9, 0, small.id), QUESTION.pack(2, 77, small.id), QUESTION.pack(1, 0, bytes(16))):
+        for question in (
+            QUESTION.pack(9, False, 0, small.id),
+            QUESTION.pack(2, False, 77, small.id),
+            QUESTION.pack(1, False, 0, bytes(16)),
+        ):
             with connected(door) as connection:
                 connection.send(question)
                 assert connection.recv(1024)[:1] == b"\0"
@@ -250,9 +254,9 @@ def test_a_reader_that_never_listens_is_dropped_and_the_others_are_served(small:
             deaf.settimeout(0.2)
             with contextlib.suppress(OSError):  # the relay has hung up
                 for _ in range(100_000):
-                    deaf.send(QUESTION.pack(2, 0, small.id))
+                    deaf.send(QUESTION.pack(2, False, 0, small.id))
                 raise AssertionError("it answers and answers")
-            other.send(QUESTION.pack(1, 0, small.id))
+            other.send(QUESTION.pack(1, False, 0, small.id))
             assert other.recv(16) == b"\1"
     finally:
         door.close()
@@ -265,7 +269,7 @@ def test_more_readers_than_there_is_room_for_are_sent_away(
     door = ArenaDoor(small, 1.0)
     try:
         with connected(door) as first:
-            first.send(QUESTION.pack(1, 0, small.id))
+            first.send(QUESTION.pack(1, False, 0, small.id))
             assert first.recv(16) == b"\1"
             with connected(door) as second:
                 assert second.recv(64) == b"\x001 readers have it already"

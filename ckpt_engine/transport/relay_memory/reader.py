@@ -48,8 +48,9 @@ from ckpt_engine.v1.weights_pb2 import Region
 log = logging.getLogger(__name__)
 
 
-QUESTION = struct.Struct("<B3xI16s")
-"""Kind, slot, arena. A message of a reader."""
+QUESTION = struct.Struct("<B?2xI16s")
+"""Kind, whether the reader can install by changes (in each question after it has found that), slot, arena. A message of
+a reader."""
 
 OPEN, HOLD, RELEASE, CHANGES = range(1, 5)
 """Kinds. OPEN: asks for the arena's descriptor. HOLD: asks to read the slot; answered with yes or no. RELEASE: ends the
@@ -78,6 +79,7 @@ class _LeasedArena:
         self._late = 0  # answers that are still to come to questions that were given up
         self._held: dict[int, int] = {}  # by slot: how many RelayRegions hold it
         self.ended = False
+        self.uses_changes = False  # written without a lock
         self.mappings: OrderedDict[tuple[int, int], Mapping] = OrderedDict()
         self._connection = _connect(region, locator, seconds)
         forget_in_children(self)
@@ -148,7 +150,7 @@ class _LeasedArena:
             self._held[slot] -= 1
             if not self._held[slot]:
                 with contextlib.suppress(OSError):
-                    self._connection.send(QUESTION.pack(RELEASE, slot, self._arena))
+                    self._connection.send(QUESTION.pack(RELEASE, self.uses_changes, slot, self._arena))
 
     def close(self) -> None:
         """Ends the lease. Memory stays mapped as long as a tensor or a copy uses it."""
@@ -172,7 +174,7 @@ class _LeasedArena:
             stop_at = time.monotonic() + limit
             try:
                 with contextlib.suppress(OSError):  # a relay that has hung up may have said why
-                    self._connection.send(QUESTION.pack(kind, slot, self._arena))
+                    self._connection.send(QUESTION.pack(kind, self.uses_changes, slot, self._arena))
                 found = self._answers.get(timeout=limit)
                 while found is not None and self._late:
                     self._late -= 1
@@ -268,6 +270,11 @@ class RelayRegions:
         for index, (arena, slot) in enumerate(self._slots):
             arena.hold(slot, again=index in self._holding)
             self._holding.add(index)
+
+    def use_changes(self) -> None:
+        """Tells the relays with the next question that `changes` will be asked for; see Comparable."""
+        for arena, _ in self._slots:
+            arena.uses_changes = True
 
     def changes(self, seconds: float) -> ChangeTable:
         """What differs between the slots of the only relay; see Comparable."""
