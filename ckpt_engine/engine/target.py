@@ -116,8 +116,8 @@ class LoadTarget(Protocol):
         ...
 
     def staging(self) -> AbstractContextManager[Iterator[StagedLayer]]:
-        """Iterates over staged layers: see the module's docstring. Entered once an install, after DIRTY, unless nothing
-        is staged."""
+        """Iterates over staged layers: see the module's docstring. Entered after DIRTY, unless nothing is staged:
+        once an install, or, where what changed does not add up, again after `post_load`, for all of the version."""
         ...
 
     def reload(self, weights: Weights) -> None:
@@ -126,8 +126,9 @@ class LoadTarget(Protocol):
         ...
 
     def post_load(self) -> None:
-        """Recomputes derived tensors. Runs once, after every byte is in place and before resident bytes are verified,
-        so it must not change loaded tensors."""
+        """Recomputes derived tensors. Runs after every byte is in place and before resident bytes are verified, so it
+        must not change loaded tensors. Once an install, or a second time if these do not verify as what changed and
+        are brought again, all of them."""
         ...
 
 

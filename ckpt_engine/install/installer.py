@@ -356,7 +356,8 @@ class _InstallRun:
             raise precondition(f"{base.since_full} installs went by changes since the last one in full")
 
     def _prove_changes(self, plan: ReadyPlan, changed: ChangedInstall, expected: Sequence[int]) -> bool:
-        """Installs what has changed; whether it adds up to what was sealed."""
+        """Installs what has changed; whether it adds up to what was sealed. If not, nothing of it counts as read."""
+        read = self.report.bytes
         self._bring(plan, changed, expected)
         try:
             self._prove(changed, plan.resolved.recording, expected)
@@ -366,6 +367,7 @@ class _InstallRun:
             self.report.in_full = f"what changed does not add up: {error.problem.message}"
             log.warning("ckpt-engine: worker %d installs in full: %s", self._slot.rank, self.report.in_full)
             self._changed = None
+            self.report.bytes = read
             self._by_loader.clear()
             self._as_loaded.clear()
             return False
