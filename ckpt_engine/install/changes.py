@@ -211,15 +211,15 @@ def _alone(
     for name in names:
         tensor = tensors[name].detach()
         views += [(name, check.destination.of(tensor)) for check in resolved.work[name].checks]
-    wanted = frozenset(lone)
-    asked = {number for number, (name, _) in enumerate(views) if name in wanted}
-    shared = {views[number][0] for number in overlapping([view for _, view in views], asked)}
+    candidates = frozenset(lone)
+    targets = {number for number, (name, _) in enumerate(views) if name in candidates}
+    shared = {views[number][0] for number in overlapping([view for _, view in views], targets)}
     return [name for name in lone if name not in shared]
 
 
-def overlapping(views: Sequence[torch.Tensor], asked: Collection[int]) -> set[int]:
+def overlapping(views: Sequence[torch.Tensor], targets: Collection[int]) -> set[int]:
     """The numbers of the views that have an element in common with another one, or twice; where looking for that would
-    take too long, those of all that may. asked: the numbers that matter; others may be left out."""
+    take too long, those of all that may. targets: the numbers that matter; others may be left out."""
     found: set[int] = set()
     alike: dict[object, int] = {}
     by_device: dict[torch.device, list[tuple[int, int, int]]] = {}
@@ -237,7 +237,7 @@ def overlapping(views: Sequence[torch.Tensor], asked: Collection[int]) -> set[in
     most = _MOST_PAINTED
     for ranges in by_device.values():
         for group in _crossing(ranges):
-            if any(number in asked and number not in found for number in group):
+            if any(number in targets and number not in found for number in group):
                 shared, size = _painted(views, group, most)
                 found |= shared
                 most -= size

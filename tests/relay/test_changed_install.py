@@ -38,6 +38,12 @@ SHAPE = {"layers": 2}
 DIRTY = manager_pb2.WORKER_STATE_DIRTY
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of a busy machine may take long."""
+    monkeypatch.setattr(changes, "ASK_SECONDS", 60.0)
+
+
 @contextmanager
 def relay_memory() -> Iterator[Slots]:
     """What a relay holds and lends, in this process."""
@@ -417,7 +423,7 @@ def test_two_needs_of_one_place_are_proved_in_full(
     """One of two tied tensors changes and the other one does not: each adds up by itself, and one of them is wrong."""
     monkeypatch.setattr(table, "MOST_SHARE", 8)
     if not is_looked_for:
-        monkeypatch.setattr(changes, "overlapping", lambda views, asked: set())
+        monkeypatch.setattr(changes, "overlapping", lambda views, targets: set())
     weight = torch.randn(6, 8).bfloat16()
     checkpoint = Checkpoint({"embed": weight, "head": weight.clone(), "other": torch.randn(5).bfloat16()})
     with relay_memory() as relay:
@@ -438,8 +444,8 @@ def test_two_needs_of_one_place_are_proved_in_full(
         assert (word.state == manager_pb2.WORKER_STATE_CLEAN) != is_looked_for
 
 
-def shared(*views: torch.Tensor, asked: Iterable[int] | None = None) -> set[int]:
-    return overlapping(views, range(len(views)) if asked is None else {*asked})
+def shared(*views: torch.Tensor, targets: Iterable[int] | None = None) -> set[int]:
+    return overlapping(views, range(len(views)) if targets is None else {*targets})
 
 
 def test_views_that_share_an_element_are_found() -> None:
@@ -459,7 +465,7 @@ def test_what_the_engine_waits_for_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     cut = [part for each in memory for part in (each[:, :5], each[:, 5:])]
     monkeypatch.setattr(changes, "_MOST_PAINTED", 250)  # enough for two
     assert shared(*cut) == {4, 5}
-    assert shared(*cut, asked=[3, 4]) == set()  # the first ones are left out
+    assert shared(*cut, targets=[3, 4]) == set()  # the first ones are left out
     monkeypatch.setattr(changes, "_painted", lambda *_: pytest.fail("it is known without looking at each element"))
     assert shared(memory, memory) == {0, 1}
-    assert shared(*cut, asked=[]) == set()
+    assert shared(*cut, targets=[]) == set()

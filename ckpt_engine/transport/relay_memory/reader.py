@@ -76,7 +76,7 @@ class _LeasedArena:
         self._arena = locator.arena
         self._lock = threading.Lock()
         self._answers: queue.SimpleQueue[tuple[bytes, list[int]] | None] = queue.SimpleQueue()
-        self._late = 0  # answers that are still to come to questions that were given up
+        self._skips = 0  # answers that are still to come to questions that were given up
         self._held: dict[int, int] = {}  # by slot: how many RelayRegions hold it
         self.ended = False
         self.uses_changes = False  # written without a lock
@@ -176,13 +176,13 @@ class _LeasedArena:
                 with contextlib.suppress(OSError):  # a relay that has hung up may have said why
                     self._connection.send(QUESTION.pack(kind, self.uses_changes, slot, self._arena))
                 found = self._answers.get(timeout=limit)
-                while found is not None and self._late:
-                    self._late -= 1
+                while found is not None and self._skips:
+                    self._skips -= 1
                     _close(found[1])
                     found = self._answers.get(timeout=max(0.0, stop_at - time.monotonic()))
             except queue.Empty:
                 if seconds is not None:
-                    self._late += 1
+                    self._skips += 1
                     raise unavailable(f"the relay did not answer within {limit:g} s") from None
                 found = None
             if found is None:
