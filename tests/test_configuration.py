@@ -36,7 +36,7 @@ ENDED_OTHERWISE = {
     ("ckpt_engine/gateway/workers.py", "worker.poll()"): "it asks, and waits for nothing",
     ("ckpt_engine/gateway/server.py", "stop.wait()"): "a gateway serves until it is stopped",
     ("ckpt_engine/digest/host.py", "each.result()"): "it digests, and waits for nothing",
-    ("ckpt_engine/delta/table.py", "each.result()"): "it compares, and waits for nothing",
+    ("ckpt_engine/delta/table.py", "waiting.popleft().result()"): "it compares, and waits for nothing",
     ("ckpt_engine/integrations/ray/keeper.py", "process.wait()"): "a command serves until it is stopped",
     ("ckpt_engine/integrations/ray/keeper.py", "self._leave.wait()"): "inside wait_for",
     ("ckpt_engine/integrations/verl/asking.py", "cut.wait()"): "cancelled once the answer is there, which has a limit",
