@@ -44,7 +44,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster,
         replicas = [
             running.replica(f"r{number}", "reference", path / "model", environment=told) for number in range(REPLICAS)
         ]
-        running.relay("near", "--memory", "1GiB", environment=told).registered()
+        running.relay("near", "--deltas", "never", "--memory", "1GiB", environment=told).registered()
         for replica in replicas:
             replica.registered()
         yield running, model, path / "model"

@@ -155,7 +155,7 @@ def world(path: Path, place: Place) -> Iterator[tuple[Cluster, Mapping[str, Sequ
             visible = {"CUDA_VISIBLE_DEVICES": str(number)} if place.device == "cuda" else {}
             device = ("--device", "cuda") if place.device == "cuda" else ()
             cluster.replica(f"r{number}", "reference", config, *device, environment={**threads, **visible})
-        cluster.relay("a", "--memory", f"{place.memory}B", environment=threads)
+        cluster.relay("a", "--deltas", "never", "--memory", f"{place.memory}B", environment=threads)
         yield cluster, shapes
 
 

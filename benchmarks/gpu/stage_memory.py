@@ -137,7 +137,7 @@ def world_of(path: Path, names: list[str], cpu: bool, reference: bool) -> Iterat
             stage = f"{int(SHARES[name] * SLACK * size)}B" if SHARES[name] else "0"
             replicas[name] = start(cluster, name, config, ("--stage-memory", stage))
         threads = {"OMP_NUM_THREADS": str(min(16, len(os.sched_getaffinity(0))))}
-        relay = cluster.relay("a", "--memory", memory, environment=threads)
+        relay = cluster.relay("a", "--deltas", "never", "--memory", memory, environment=threads)
         if not cpu:
             model = Tree("cuda:0")
             renew(model, 1)

@@ -56,7 +56,7 @@ def by_relay(trainer: Trainer, cluster: Cluster, replica: Replica, model: Tree, 
     """Updates of a replica on the trainer's GPU by way of the host's relay, and copies between that GPU and pinned
     memory at the hardware's rate, in turns."""
     threads = {"OMP_NUM_THREADS": str(min(16, len(os.sched_getaffinity(0))))}
-    relay = cluster.relay("a", "--memory", f"{RELAY_BYTES}B", environment=threads).registered()
+    relay = cluster.relay("a", "--deltas", "never", "--memory", f"{RELAY_BYTES}B", environment=threads).registered()
     out, back = CopyCeiling("cuda:0", "cpu", 2 << 30), CopyCeiling("cpu", "cuda:0", 2 << 30)
     series = Series()
     for _ in range(WARMUP + RELAY_ROUNDS):

@@ -108,7 +108,7 @@ def test_a_trainer_and_a_replica_on_each_other_gpu(
     with running_cluster(tmp_path / "cluster") as cluster:
         config = write_config(tmp_path / "model")
         if "relay" in ways:
-            cluster.relay("a", "--memory", f"{31 << 30}B", environment=THREADS)
+            cluster.relay("a", "--deltas", "never", "--memory", f"{31 << 30}B", environment=THREADS)
         names = [start(cluster, engine, number, config) for number in range(1, replicas + 1)]
         model = Tree("cuda:0")
         renew(model, 0)

@@ -71,7 +71,7 @@ def cluster_of(path: Path) -> Iterator[Cluster]:
         cluster.replica(
             "r", "reference", config, "--device", "cuda", environment={"CUDA_VISIBLE_DEVICES": visible, **THREADS}
         )
-        cluster.relay("a", "--memory", f"{MEMORY}B", environment=THREADS)
+        cluster.relay("a", "--deltas", "never", "--memory", f"{MEMORY}B", environment=THREADS)
         yield cluster
 
 

@@ -239,7 +239,7 @@ def _on_a_gpu(
         cluster = stack.enter_context(running_cluster(path / "cluster"))
         replica = start(cluster, engine, config, visible="0")
         threads = {"OMP_NUM_THREADS": str(min(16, len(os.sched_getaffinity(0))))}
-        relay = cluster.relay("a", "--memory", f"{RELAY_BYTES}B", environment=threads)
+        relay = cluster.relay("a", "--deltas", "never", "--memory", f"{RELAY_BYTES}B", environment=threads)
         model = Tree("cuda:0")
         renew(model, 1)
         replica.registered(UP_SECONDS)
@@ -300,7 +300,7 @@ def _small(path: Path, start: Callable[[Any, Path], Replica]) -> Iterator[World]
     model = make_tiny_qwen3(path / "model", 1, weights=False)
     with relays_below(path), running_cluster(path / "cluster") as cluster:
         replica = start(cluster, path / "model")
-        cluster.relay("a", "--memory", "64MB").registered()
+        cluster.relay("a", "--deltas", "never", "--memory", "64MB").registered()
         replica.registered(300)
         with Trainer(cluster.address, lineage="under-load") as trainer:
             trainer.publish(model, move=True)
