@@ -6,7 +6,7 @@ loss: a function for models of transformers is in `integrations/scoring.py`, wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple, TypeAlias
 
@@ -56,10 +56,13 @@ class Probe:
             raise invalid(f"the probe's clip {self.clip!r} must be above 0 and below 1")
         check_seconds("the probe's seconds", self.seconds)
         for number, sequence in enumerate(self.sequences):
+            if isinstance(sequence, str) or not isinstance(sequence, Iterable):
+                raise invalid(
+                    f"sequence {number} of the probe must be token ids, and has {sequence!r}: give a list of them"
+                )
             wrong = [token for token in sequence if not (whole(token) and 0 <= token < MOST_TOKEN)]
-            if isinstance(sequence, str) or wrong:
-                what = repr(sequence) if isinstance(sequence, str) else f"{wrong[0]!r}"
-                raise invalid(f"sequence {number} of the probe must be token ids, and has {what}")
+            if wrong:
+                raise invalid(f"sequence {number} of the probe must be token ids, and has {wrong[0]!r}")
         zeros = [TokenScores((0.0,) * (len(each) - 1)) for each in self.sequences]
         check_scores(self._message(zeros))
 

@@ -38,6 +38,7 @@ def test_scores_become_a_message_with_bounds() -> None:
         ({"sequences": [[1, 2], [3, -1]]}, "sequence 1 of the probe must be token ids, and has -1"),
         ({"sequences": [[1, 2.5]]}, "and has 2.5"),
         ({"sequences": ["a text"]}, "must be token ids, and has 'a text'"),
+        ({"sequences": [1, 2, 3]}, "sequence 0 of the probe must be token ids, and has 1: give a list of them"),
         ({"score": "model"}, "score must be a function of the sequences, not 'model'"),
         ({"mean": -1.0}, "the probe's mean -1.0 must be a number from 0 on, or None"),
         ({"kl": float("nan")}, "the probe's kl nan"),
