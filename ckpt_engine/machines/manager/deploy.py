@@ -438,8 +438,10 @@ def check_options(options: manager_pb2.UpdateOptions) -> None:
             raise invalid(f"{' and '.join(named)}: only a staged deployment has that, so give a strategy too")
         return
     strategy = strategy_of(options.strategy)
-    between = [each.name for each in options.conditions if each.name != "probe"]  # that judges the last wave, too
-    if strategy.one_wave and (unfit := ["wave"] * bool(values["wave"]) + [f"condition {name!r}" for name in between]):
+    unfit = ["wave"] if values["wave"] else []
+    # The condition "probe" judges the last wave, too.
+    unfit += [f"condition {each.name!r}" for each in options.conditions if each.name != "probe"]
+    if strategy.one_wave and unfit:
         raise invalid(f"strategy {options.strategy!r} has one wave, so it has no {' and no '.join(unfit)}")
     if not 0 <= options.wave_share < 1:
         raise invalid(f"a wave is a number of replicas, or a share of them between 0 and 1, not {options.wave_share}")

@@ -185,11 +185,10 @@ class Deployments:
     def join_calls(self, coming: Sequence[QueuedGoal], now: float) -> None:
         """Has calls wait for a deployment whose version their ranks have sealed for a manager that led before."""
         for number, row in self.state.deployments.items():
-            content = self.state.versions.contents[row.target]
+            content, course = self.state.versions.contents[row.target], self.courses[number]
             for queued in coming:
-                goal, course = queued.goal, self.courses[number]
-                named = (goal.lineage, goal.version) == (row.target.lineage, row.target.number)
-                if not named or not row.meets(goal.pool, goal.lineage) or goal.fill != content.fill or not goal.fill:
+                goal = queued.goal
+                if row.state != deploy.UNDECIDED or not content.was_sealed_for(goal):
                     continue
                 queued.dequeue()
                 content.probe = content.probe or goal.probe  # the manager before has taken its scores along

@@ -364,9 +364,11 @@ class ManagerMachine:
         if isinstance(request, manager_pb2.SteerDeploymentRequest):
             self._deployments.join(call, request)
             return
-        evicted_name = request.name if isinstance(request, manager_pb2.EvictReplicaRequest) else ""
-        # One that was lost before this manager began is known as a participant of a deployment only.
-        if evicted_name not in self._members.replicas and self._deployments.drop(evicted_name):
+        if (
+            isinstance(request, manager_pb2.EvictReplicaRequest)
+            and request.name not in self._members.replicas
+            and self._deployments.drop(request.name)
+        ):  # it was lost before this manager began, and is known as a participant of a deployment only
             self._state.out.append(FinishCall(call, response=manager_pb2.EvictReplicaResponse()))
             return
         finish, evicted, problem = operate(self._state, self._catch_up, call, request)

@@ -135,8 +135,7 @@ class Gather:
         if publication.problem is not None:
             raise CkptEngineError(publication.problem)
         assert publication.published is not None
-        lead = self.requests[min(self.requests)]
-        options = lead.options
+        options = self._request.options
         goal = Goal(
             lineage=self.lineage,
             version=self._version(),
@@ -155,7 +154,7 @@ class Gather:
             dry_run=options.dry_run,
             adapts=all(each.adapts for each in self.requests.values()),
             keeps_draft=options.draft == manager_pb2.DRAFT_KEEP,
-            probe=lead.probe if lead.HasField("probe") else None,
+            probe=self._request.probe if self._request.HasField("probe") else None,
             fill=self._fill(),
         )
         if not goal.dry_run:
@@ -174,9 +173,14 @@ class Gather:
             f"the update of lineage {self.lineage!r} cannot begin: {reason}", ranks=self._missing_ranks()
         )
 
+    @property
+    def _request(self) -> manager_pb2.UpdateWeightsRequest:
+        """The request of the lowest rank that has called, which speaks for all."""
+        return self.requests[min(self.requests)]
+
     def _deployment(self) -> str:
         """The undecided deployment that it waits for, for people; empty: none."""
-        return self.state.undecided(self.requests[min(self.requests)].options.pool, self.lineage)
+        return self.state.undecided(self._request.options.pool, self.lineage)
 
     def _missing(self) -> list[str]:
         """Sentences for people: what is missing, and of which ranks."""
@@ -239,7 +243,7 @@ class Gather:
         return epoch if fences == {self.state.fence(epoch)} else 0
 
     def _version(self) -> int:
-        version = self._requested_version(self.requests[min(self.requests)])
+        version = self._requested_version(self._request)
         if version < 0:
             raise invalid(f"version {version} is negative")
         self.state.versions.check_rises(self.lineage, version)

@@ -65,8 +65,8 @@ class Rollbacks:
         if request.version < 0:
             raise invalid(f"version {request.version} is negative")
         options = complete(request.options)
-        unknown = set(difference((options, complete(manager_pb2.UpdateOptions()))))
-        if unknown := unknown - {"pause_mode", "replicas", "pool", "draft"}:
+        own = {"pause_mode", "replicas", "pool", "draft"}
+        if unknown := set(difference((options, complete(manager_pb2.UpdateOptions())))) - own:
             raise invalid(f"a rollback has no option {' and '.join(sorted(unknown))}")
         self.numbers += 1
         end = now + (options.timeout_seconds or self.state.deadlines.update)

@@ -79,6 +79,11 @@ class Content:
     sealed_since: bool = False  # its ranks sealed another version since: what they hold must be hashed again
     fill: int = 0  # epoch of the fill fence under which its ranks sealed it; 0: unknown
 
+    def was_sealed_for(self, goal: Goal) -> bool:
+        """Whether the ranks of a goal sealed this very content for a manager that led before."""
+        identity = self.identity
+        return goal.fill == self.fill != 0 and (goal.lineage, goal.version) == (identity.lineage, identity.number)
+
 
 @dataclass
 class Versions:
@@ -209,11 +214,7 @@ class Versions:
         what all are to serve that the goal is for, and its record is known; None: it is to be sealed."""
         for content in self.contents.values():
             identity = content.identity
-            same = goal.fill == content.fill != 0 and (goal.lineage, goal.version) == (
-                identity.lineage,
-                identity.number,
-            )
-            if same and content.record is not None:
+            if content.was_sealed_for(goal) and content.record is not None:
                 commits = (self.commit_of(key) for key in (*goal.replicas, *goal.selection))
                 if all(commit is not None and commit.identity == identity for commit in commits):
                     return HeldVersion(identity, content.record, content.fill)
