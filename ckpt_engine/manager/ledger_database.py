@@ -249,20 +249,16 @@ class DatabaseStore:
         """As `Store.write`. Raises LostTermError if the term has ended or was taken over, or the database has lost
         writes of it."""
         count = self._terms.writes + 1
+        ended = (
+            f"this manager's term in the ledger {self.name} has ended: it writes nothing more, and another one may "
+            "lead by now"
+        )
 
         def run(connection: psycopg.Connection[tuple[Any, ...]]) -> T:
-            held = connection.execute(
+            row = connection.execute(
                 f"UPDATE term SET writes = writes + 1 WHERE {_HOLDS} RETURNING writes", (self._holder,)
             ).fetchone()
-            if held is None:
-                raise LostTermError(
-                    precondition(
-                        f"this manager's term in the ledger {self.name} has ended: it writes nothing more, and "
-                        "another one may lead by now"
-                    ).problem
-                )
-            if held[0] < count:
-                raise LostTermError(precondition(rolled_back(self.name, count - held[0])).problem)
+            _check_term(row, count, self.name, ended)
             return statements(_Translated(connection))
 
         try:
@@ -375,12 +371,7 @@ class Terms:
                 f"WHERE {_HOLDS} RETURNING writes",
                 (seconds, seconds, self.holder),
             ).fetchone()
-            if row is None:
-                raise LostTermError(
-                    precondition(f"the term in ledger={self.name} has ended, or was taken over").problem
-                )
-            if row[0] < count:
-                raise LostTermError(precondition(rolled_back(self.name, count - row[0])).problem)
+            _check_term(row, count, self.name, f"the term in ledger={self.name} has ended, or was taken over")
 
         self._database.transaction(run)
 
@@ -397,13 +388,19 @@ class Terms:
         self._database.close()
 
 
-def rolled_back(ledger: str, lost: int) -> str:
-    """What is said of a database that has lost writes of the manager that leads."""
-    return (
-        f"the ledger {ledger} was rolled back: a replica of the database, or a copy, took over that lacks at least the "
-        f"last {lost} writes of this manager. It gives its term up; the one that leads next reads the ledger again and "
-        "goes on above what members have seen"
-    )
+def _check_term(row: tuple[Any, ...] | None, writes: int, ledger: str, ended: str) -> None:
+    """Raises LostTermError if this manager's term has no row any more, which is said as `ended`, or if its row counts
+    fewer writes than `writes`. row: its count of writes."""
+    if row is None:
+        raise LostTermError(precondition(ended).problem)
+    if row[0] < writes:
+        raise LostTermError(
+            precondition(
+                f"the ledger {ledger} was rolled back: a replica of the database, or a copy, took over that lacks at "
+                f"least the last {writes - row[0]} writes of this manager. It gives its term up; the one that leads "
+                "next reads the ledger again and goes on above what members have seen"
+            ).problem
+        )
 
 
 def _may_pass(error: psycopg.Error) -> bool:
