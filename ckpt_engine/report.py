@@ -13,7 +13,7 @@ from uuid import UUID
 from ckpt_engine.core.absent import absent_in_all
 from ckpt_engine.core.enums import enum_word
 from ckpt_engine.core.message_json import as_dict
-from ckpt_engine.core.names import NAMES_SHOWN, some
+from ckpt_engine.core.names import CUT, NAMES_SHOWN, shortened, some
 from ckpt_engine.core.probe import ProbeFinding, answer_words
 from ckpt_engine.core.scrub import difference_words
 from ckpt_engine.core.sizes import human_bytes
@@ -493,8 +493,8 @@ class UpdateReport:
 _SHOWN = 3
 """Replicas that the two lines name at most."""
 
-_CHARACTERS, _CUT = 500, " …"
-"""Of one problem or warning that the two lines show, and what stands at its end then."""
+_CHARACTERS = 500
+"""Of one problem or warning that the two lines show."""
 
 _OUTCOMES = {
     "old_serving": "serves what it did before",
@@ -555,7 +555,7 @@ def _exceptions(report: UpdateReport) -> str:
     remarks = [f"warning: {_short(str(each))}" for each in (*report.probe, *report.warnings, *labels)]
     parts += remarks[:1]
     hidden += len(remarks) - 1 if remarks else 0
-    if hidden or any(_CUT in part for part in parts):
+    if hidden or any(CUT in part for part in parts):
         parts.append("all of it: -v, or report.details")
     return "; ".join(parts)
 
@@ -598,8 +598,7 @@ def _slowest(report: UpdateReport) -> str:
 
 def _short(problem: str) -> str:
     """Its beginning, on one line; the whole of it is in `details`."""
-    line = " ".join(problem.split())
-    return line if len(line) <= _CHARACTERS else f"{line[:_CHARACTERS]}{_CUT}"
+    return shortened(" ".join(problem.split()), _CHARACTERS)
 
 
 def _dry_run_text(report: UpdateReport) -> str:

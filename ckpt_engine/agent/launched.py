@@ -11,6 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from ckpt_engine.addresses import EVERY_ADDRESS
 from ckpt_engine.agent.channel import AgentChannel, Answer
 from ckpt_engine.agent.engine import (
     EngineEvents,
@@ -35,7 +36,7 @@ from ckpt_engine.machines.events import EngineReady
 from ckpt_engine.v1 import manager_pb2
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
-EVERYWHERE = frozenset({"", "0.0.0.0", "::"})
+EVERYWHERE = frozenset({"", *EVERY_ADDRESS})
 """The addresses that an engine may listen at."""
 
 PORTS_TAKEN = 5

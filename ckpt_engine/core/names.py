@@ -1,4 +1,4 @@
-"""How long names may be, and how many of them a message shows. Pure."""
+"""How long names may be, how many of them a message shows, and what a line shows of a text. Pure."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ POOL_BYTES = 63
 NAMES_SHOWN = 4
 """Most names in one sentence; the problem itself lists more."""
 
+CUT = " …"
+"""The end of a text that was shortened."""
+
 
 def check_line(what: str, name: str, most: int) -> None:
     """Raises INVALID_ARGUMENT for a name that is empty, longer than `most` bytes, or unfit for a line of a log or a
@@ -32,6 +35,11 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text)
+
+
+def shortened(text: str, characters: int) -> str:
+    """The text, or as many characters of its beginning and CUT."""
+    return text if len(text) <= characters else text[:characters] + CUT
 
 
 def check_pool(pool: str) -> None:

@@ -9,6 +9,7 @@ import grpc.aio
 
 from ckpt_engine.channel import PROBLEM_METADATA_KEY
 from ckpt_engine.core.enums import enum_word
+from ckpt_engine.core.names import shortened
 from ckpt_engine.core.problems import STATUSES, CkptEngineError, code_of, unavailable
 from ckpt_engine.manager.blobs import ResourceExhaustedError
 from ckpt_engine.v1 import weights_pb2
@@ -49,8 +50,8 @@ def fitted(problem: weights_pb2.Problem) -> weights_pb2.Problem:
         del cut.ranks[64:]
     if cut.ByteSize() > METADATA_BYTES:
         # A character takes up to four bytes.
-        cut.message = _shortened(cut.message, METADATA_BYTES // 8)
-        cut.replica = _shortened(cut.replica, METADATA_BYTES // 16)
+        cut.message = shortened(cut.message, METADATA_BYTES // 8)
+        cut.replica = shortened(cut.replica, METADATA_BYTES // 16)
     return cut
 
 
@@ -60,7 +61,7 @@ async def refuse(context: grpc.aio.ServicerContext[Any, Any], error: CkptEngineE
     status = (
         grpc.StatusCode.RESOURCE_EXHAUSTED if isinstance(error, ResourceExhaustedError) else grpc_status(error.problem)
     )
-    words = _shortened(problem.message, DETAILS_CHARACTERS)
+    words = shortened(problem.message, DETAILS_CHARACTERS)
     await context.abort(status, words, ((PROBLEM_METADATA_KEY, problem.SerializeToString()),))
 
 
@@ -77,7 +78,3 @@ def problem_document(problem: weights_pb2.Problem) -> dict[str, Any]:
     if problem.replica:
         document["replica"] = problem.replica
     return document
-
-
-def _shortened(text: str, characters: int) -> str:
-    return text if len(text) <= characters else text[:characters] + " …"
