@@ -232,8 +232,8 @@ class Trainer:
         """Brings the replicas to the weights as they are now. Every rank calls it; all return when it has ended.
 
         Do not change the weights meanwhile: this thread copies (if the source needs it) and digests them in here, and
-        first has the probe's sequences scored. A
-        change while they are copied is refused by name; a change while replicas read leaves these closed.
+        first has the probe's sequences scored. A change while they are copied is refused by name; a change while
+        replicas read leaves these closed.
 
         version: rises within the lineage; none: the last one plus one. All ranks give the same.
         options: see `ckpt_engine.UpdateOptions`: pause_mode, timeout, min_replicas, replicas, pool, prefetch, until,

@@ -71,8 +71,7 @@ class Account:
             installed.report.span.CopyFrom(span)
 
     def progress(self, fence: weights_pb2.Fence, goes_back: bool, ready: bool) -> manager_pb2.Progress:
-        """The progress of all workers together.
-        goes_back, ready: see Progress."""
+        """The progress of all workers together. goes_back, ready: see Progress."""
         return manager_pb2.Progress(
             goes_back=goes_back,
             fence=fence,
