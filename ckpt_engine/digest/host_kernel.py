@@ -38,70 +38,36 @@ slowest first, the hash of its first coordinate (see `factors.word`), and its le
 FIRST_AXIS = AXES + 1
 FIELDS = FIRST_AXIS + 2 * COLUMN_AXES
 
-Kernel = Callable[[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]], None]
+Array = np.ndarray[Any, Any]
+
+Kernel = Callable[[Array, Array, Array], None]
 """Takes (jobs, uint64 [jobs, FIELDS]; found, greatest, uint64 [jobs]) and writes the last two: the digest, and the
 greatest lane as digest/finite.py defines it, or less if that is below `least`. Runs outside of the interpreter's
 lock."""
 
-ArrivingKernel = Callable[
-    [np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]], None
-]
+ArrivingKernel = Callable[[Array, Array, Array, Array], None]
 """Takes (jobs; found; finished, uint8 [jobs], 1 where found is written; state, int64 [STATE]). Several threads run it
 at once and share the jobs; each ends when no job remains, or at state[ENDED]."""
 
-ChangesKernel = Callable[
-    [
-        np.ndarray[Any, Any],
-        np.ndarray[Any, Any],
-        np.ndarray[Any, Any],
-        np.ndarray[Any, Any],
-        np.ndarray[Any, Any],
-        int,
-    ],
-    int,
-]
+ChangesKernel = Callable[[Array, Array, Array, Array, Array, int], int]
 """Takes (places, int64 [changes]; old, new, uint8 [changes * bytes of an element]; axes, uint64 [rank, 2]: length, and
 hash of the first coordinate; factors of an element's lanes, uint64; bytes of an element) and returns the change of the
 digest modulo 2^64."""
 
-ReadKernel = Callable[
-    [np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]],
-    int,
-]
+ReadKernel = Callable[[Array, Array, Array, Array], int]
 """Takes (places, uint32 [changes], row-major in a box and rising; axes, uint64 [rank, 3]: length, stride in elements,
 hash of the first coordinate; memory, from the box's first element to its last one, as unsigned numbers of its elements'
 width; elements, of the same type [changes]) and reads the elements at the places. Returns how many it has read: fewer
 than there are places where the next one does not rise, or lies outside the box."""
 
-WriteKernel = Callable[
-    [np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]],
-    None,
-]
+WriteKernel = Callable[[Array, Array, Array, Array], None]
 """Takes the same, and writes the elements there. The places must be those of a whole read."""
 
-SumKernel = Callable[
-    [
-        np.ndarray[Any, Any],
-        np.ndarray[Any, Any],
-        np.ndarray[Any, Any],
-        np.ndarray[Any, Any],
-        np.ndarray[Any, Any],
-    ],
-    int,
-]
+SumKernel = Callable[[Array, Array, Array, Array, Array], int]
 """Takes the same and the factors of an element's lanes, uint64, and returns the sum of (what lies there - element) *
-factor modulo 2^64."""
+factor modulo 2^64. In a third less time than to read the elements, and sum by a ChangesKernel."""
 
-FindKernel = Callable[
-    [
-        np.ndarray[Any, Any],
-        np.ndarray[Any, Any],
-        np.ndarray[Any, Any],
-        np.ndarray[Any, Any],
-        np.ndarray[Any, Any],
-    ],
-    int,
-]
+FindKernel = Callable[[Array, Array, Array, Array, Array], int]
 """Takes (words of one and of another memory, uint64; the same memories, as unsigned numbers of their elements' width,
 with what is left behind the last word; places, uint32) and writes the numbers of the elements that differ to `places`,
 rising. Returns how many there are; those beyond the length of `places` are not written."""
@@ -506,92 +472,80 @@ def digest_changes(places, old, new, axes, lanes, size):
 
 
 @njit
+def _enter(place, axes, memory):
+    """The row of the last axis in which a place lies: its first place, and the one behind its last; where place 0 would
+    lie if it were in this row, in elements of `memory`, and its address; the factor of the row's other coordinates."""
+    length, stride = axes[-1, 0], axes[-1, 1]
+    row = place // length
+    begin = row * length
+    origin, factor = _NONE - begin * stride, _ONE
+    for axis in range(axes.shape[0] - 2, -1, -1):
+        above = row // axes[axis, 0]
+        at = row - above * axes[axis, 0]
+        origin += at * axes[axis, 1]
+        factor *= _word(axes[axis, 2] + at * _INDEX_STEP)
+        row = above
+    address = np.uint64(memory.ctypes.data) + origin * np.uint64(memory.itemsize)
+    return begin, begin + length, origin, address, factor
+
+
+@njit
 def _fetch_change(places, change, address, step):
-    """Fetches the memory of a later change, as if it lay in the same row."""
+    """Fetches the memory of a later change, as if it lay in the same row. address: of place 0. step: bytes."""
     ahead = change + _CHANGES_AHEAD
     if ahead < places.shape[0]:
         _fetch(address + np.uint64(places[ahead]) * step)
 
 
-@njit
-def _row(row, axes):
-    """Where a row of the last axis begins, in elements, and the factor of its coordinates on the other axes."""
-    offset, factor = _NONE, _ONE
-    for axis in range(axes.shape[0] - 2, -1, -1):
-        length = axes[axis, 0]
-        above = row // length
-        at = row - above * length
-        offset += at * axes[axis, 1]
-        factor *= _word(axes[axis, 2] + at * _INDEX_STEP)
-        row = above
-    return offset, factor
-
-
 def read_changes(places, axes, memory, elements):
     """Reads the elements at rising places of a box; see ReadKernel."""
-    last = axes.shape[0] - 1
-    length, stride, volume = axes[last, 0], axes[last, 1], _ONE
-    unit, address = np.uint64(memory.itemsize), _NONE
-    step = stride * unit
-    for axis in range(last + 1):
+    stride, volume = axes[-1, 1], _ONE
+    step = stride * np.uint64(memory.itemsize)
+    for axis in range(axes.shape[0]):
         volume *= axes[axis, 0]
-    begin, end, offset, least = _NONE, _NONE, _NONE, _NONE
+    end, origin, address, least = _NONE, _NONE, _NONE, _NONE
     for change in range(places.shape[0]):
         place = np.uint64(places[change])
         if place < least or place >= volume:
             return change
         least = place + _ONE
         if place >= end:
-            row = place // length
-            begin, end = row * length, row * length + length
-            offset, _ = _row(row, axes)
-            address = np.uint64(memory.ctypes.data) + (offset - begin * stride) * unit
+            _, end, origin, address, _ = _enter(place, axes, memory)
         _fetch_change(places, change, address, step)
-        elements[change] = memory[offset + (place - begin) * stride]
+        elements[change] = memory[origin + place * stride]
     return places.shape[0]
 
 
 def write_changes(places, axes, memory, elements):
     """Writes the elements at rising places of a box."""
-    last = axes.shape[0] - 1
-    length, stride = axes[last, 0], axes[last, 1]
-    unit, address = np.uint64(memory.itemsize), _NONE
-    step = stride * unit
-    begin, end, offset = _NONE, _NONE, _NONE
+    stride = axes[-1, 1]
+    step = stride * np.uint64(memory.itemsize)
+    end, origin, address = _NONE, _NONE, _NONE
     for change in range(places.shape[0]):
         place = np.uint64(places[change])
         if place >= end:
-            row = place // length
-            begin, end = row * length, row * length + length
-            offset, _ = _row(row, axes)
-            address = np.uint64(memory.ctypes.data) + (offset - begin * stride) * unit
+            _, end, origin, address, _ = _enter(place, axes, memory)
         _fetch_change(places, change, address, step)
-        memory[offset + (place - begin) * stride] = elements[change]
+        memory[origin + place * stride] = elements[change]
 
 
 def sum_changes(places, axes, memory, elements, lanes):
     """The sum of (what lies there - element) * factor over rising places of a box."""
-    last = axes.shape[0] - 1
-    length, stride, hashed = axes[last, 0], axes[last, 1], axes[last, 2]
-    unit, address = np.uint64(memory.itemsize), _NONE
-    step = stride * unit
-    begin, end, offset, factor = _NONE, _NONE, _NONE, _ONE
+    stride, hashed = axes[-1, 1], axes[-1, 2]
+    step = stride * np.uint64(memory.itemsize)
+    begin, end, origin, address, factor = _NONE, _NONE, _NONE, _NONE, _ONE
     total = _NONE
     for change in range(places.shape[0]):
         place = np.uint64(places[change])
         if place >= end:
-            row = place // length
-            begin, end = row * length, row * length + length
-            offset, factor = _row(row, axes)
-            address = np.uint64(memory.ctypes.data) + (offset - begin * stride) * unit
+            begin, end, origin, address, factor = _enter(place, axes, memory)
         _fetch_change(places, change, address, step)
-        at = place - begin
-        new, old = np.uint64(memory[offset + at * stride]), np.uint64(elements[change])
+        new, old = np.uint64(memory[origin + place * stride]), np.uint64(elements[change])
         weighted = _NONE
         for lane in range(lanes.shape[0]):
             shift = np.uint64(lane) * _LANE_BITS
             weighted += ((new >> shift & _LANE_MASK) - (old >> shift & _LANE_MASK)) * lanes[lane]
-        total += weighted * factor * _word(hashed + at * _INDEX_STEP)
+        total += weighted * factor * _word(hashed + (place - begin) * _INDEX_STEP)
     return total
 
 
