@@ -100,8 +100,7 @@ class ChangeLayout:
     ) -> None:
         """tensors: of the model. names: the resident ones of them that the plan brings. Raises as `bind`."""
         self.resolved = resolved
-        self.regions = [name for name, regions in opened.items() if isinstance(regions, Comparable)]
-        self._opened = opened
+        self._compared = {name: regions for name, regions in opened.items() if isinstance(regions, Comparable)}
         computed = {owner for handover in resolved.recording.handovers for owner in handover.owners}
         lone = [
             name
@@ -112,35 +111,39 @@ class ChangeLayout:
         ]
         lone = _alone(lone, names, computed, resolved, tensors)
         self.checks: list[_Check] = []
-        self.runs: list[_AtomPlace] = []
-        self._locators = [region for name in self.regions for region in resolved.regions[name]]
+        self.atoms: list[_AtomPlace] = []
+        self._regions = [region for name in self._compared for region in resolved.regions[name]]
         by_changes = [name for name in lone if self._add(name, resolved.work[name], tensors[name])]
         self.needs = {check.need for check in self.checks}
         self._on_host = all(tensors[name].device.type == "cpu" for name in by_changes)
         chosen = frozenset(by_changes)
         rest = [name for name in names if name not in chosen]
-        self.rest = Ready(opened, bind(resolved, rest, tensors)) if rest and self.runs else None
-        self.spared_bytes = sum(run.elements * run.width for run in self.runs)
-        for regions in opened.values() if self.runs else ():
-            if isinstance(regions, Comparable):
-                regions.use_changes()
+        self.rest = Ready(opened, bind(resolved, rest, tensors)) if rest and self.atoms else None
+        self.spared_bytes = sum(atom.elements * atom.width for atom in self.atoms)
+        for regions in self._compared.values() if self.atoms else ():
+            regions.use_changes()
+
+    @property
+    def transports(self) -> frozenset[str]:
+        """That changes come over."""
+        return frozenset(self._compared)
 
     def changes(self, seconds: float) -> ChangeTable:
         """What differs between the versions of the relay. seconds: for its answer, at most ASK_SECONDS. Raises
         UNAVAILABLE, saying why there is none; DATA_LOSS."""
-        regions = self._opened[self.regions[0]]
-        assert isinstance(regions, Comparable)
-        return regions.changes(min(ASK_SECONDS, seconds))
+        return self._first().changes(min(ASK_SECONDS, seconds))
 
     def offsets(self, slot_bytes: int) -> list[int]:
         """Where each region begins in its slot, in the order of `_AtomPlace.region`."""
-        regions = self._opened[self.regions[0]]
-        assert isinstance(regions, Comparable)
-        return [regions.slot_offset(region, slot_bytes) for region in self._locators]
+        first = self._first()
+        return [first.slot_offset(region, slot_bytes) for region in self._regions]
 
     def each(self, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
         """Does this work for each item: on several threads, or on the engine's own for its GPU."""
         return in_threads(work, items) if self._on_host else [work(item) for item in items]
+
+    def _first(self) -> Comparable:
+        return next(iter(self._compared.values()))
 
     def _is_plain(self, work: TensorWork) -> bool:
         """Whether all of a tensor comes from the relay as it is served, atom by atom."""
@@ -148,7 +151,7 @@ class ChangeLayout:
             bool(work.reads)
             and not any(check.widened for check in work.checks)
             and all(
-                read.transport in self.regions
+                read.transport in self._compared
                 and not read.stored
                 and not read.widened
                 and read.box.rank > 0
@@ -158,10 +161,10 @@ class ChangeLayout:
         )
 
     def _add(self, name: str, work: TensorWork, tensor: torch.Tensor) -> bool:
-        """Adds the runs of a tensor; False: it has to go in full."""
+        """Adds the atoms of a tensor; False: it has to go in full."""
         tensor = tensor.detach().as_subclass(torch.Tensor)
         checks: list[_Check] = []
-        runs: list[_AtomPlace] = []
+        atoms: list[_AtomPlace] = []
         for check in work.checks:
             box = self.resolved.recording.needs[check.need].box
             view, volume = check.destination.of(tensor), 0
@@ -172,16 +175,16 @@ class ChangeLayout:
                 written = placed_box(read.destination.of(tensor), read.box.start)
                 if digested is None or written is None:
                     return False
-                region = self._locators.index(read.region)
+                region = self._regions.index(read.region)
                 number = len(self.checks) + len(checks)
-                runs.append(
+                atoms.append(
                     _AtomPlace(number, read.offset, region, read.box.volume, tensor.itemsize, written, digested)
                 )
             if volume != box.volume:
                 return False
             checks.append(_Check(check.need, name))
         self.checks += checks
-        self.runs += runs
+        self.atoms += atoms
         return True
 
 
@@ -282,9 +285,9 @@ def _painted(views: Sequence[torch.Tensor], group: Sequence[int], most: int) -> 
 
 
 class _PlaceChanges(NamedTuple):
-    """Changes of one run that a thread takes at once."""
+    """Changes of one atom that a thread takes at once."""
 
-    run: _AtomPlace
+    atom: _AtomPlace
     places: Places
     base: Elements  # as the relay has them
     new: Elements
@@ -312,17 +315,17 @@ class ChangedInstall:
         self._before: list[Elements] = []
         side = table.roots.index(root)
         offsets = layout.offsets(table.slot_bytes)
-        for run in layout.runs:
-            found = table.of_atom(offsets[run.region] + run.offset, run.elements, run.width)
+        for atom in layout.atoms:
+            found = table.of_atom(offsets[atom.region] + atom.offset, atom.elements, atom.width)
             if found is None:
-                name = layout.checks[run.check].name
+                name = layout.checks[atom.check].name
                 raise precondition(
                     f"the relay has compared other pieces of tensor {name} than this worker reads", [name]
                 )
-            words = [each.view(f"u{run.width}") for each in found.words]
+            words = [each.view(f"u{atom.width}") for each in found.words]
             for first in range(0, len(found.places), _AT_ONCE):
                 part = slice(first, first + _AT_ONCE)
-                self._parts.append(_PlaceChanges(run, found.places[part], words[1 - side][part], words[side][part]))
+                self._parts.append(_PlaceChanges(atom, found.places[part], words[1 - side][part], words[side][part]))
             self.changes += len(found.places)
             self.bytes += found.places.nbytes + sum(each.nbytes for each in words)
 
@@ -334,7 +337,7 @@ class ChangedInstall:
     @property
     def transports(self) -> frozenset[str]:
         """That their changes come over."""
-        return frozenset(self._layout.regions)
+        return self._layout.transports
 
     @property
     def spared_bytes(self) -> int:
@@ -346,7 +349,7 @@ class ChangedInstall:
         not what the relay has of the base."""
         self._before = self._layout.each(_read, self._parts)
         wrong = {
-            self._layout.checks[part.run.check].name
+            self._layout.checks[part.atom.check].name
             for part, before in zip(self._parts, self._before, strict=True)
             if not np.array_equal(before, part.base)
         }
@@ -371,7 +374,7 @@ class ChangedInstall:
         gains = [0] * len(self._layout.checks)
         pairs = [*zip(self._parts, self._before, strict=True)]
         for (part, _), gain in zip(pairs, self._layout.each(_gain, pairs), strict=True):
-            gains[part.run.check] += gain
+            gains[part.atom.check] += gain
         in_time()
         return wrong + [
             check.need
@@ -381,13 +384,13 @@ class ChangedInstall:
 
 
 def _read(part: _PlaceChanges) -> Elements:
-    return part.run.digested.read(part.places)
+    return part.atom.digested.read(part.places)
 
 
 def _write(part: _PlaceChanges) -> None:
-    part.run.written.write(part.places, part.new)
+    part.atom.written.write(part.places, part.new)
 
 
 def _gain(pair: tuple[_PlaceChanges, Elements]) -> int:
     part, before = pair
-    return part.run.digested.gain(part.places, before)
+    return part.atom.digested.gain(part.places, before)

@@ -325,7 +325,7 @@ class _InstallRun:
             return None
         try:
             self._check_base(plan, base)
-            if not layout.runs:
+            if not layout.atoms:
                 raise precondition("no tensor can go by its changes: they lie on a GPU, or not as they are served")
             assert base is not None
             table = layout.changes(self._stop_at - time.monotonic())

@@ -50,9 +50,9 @@ def changes_of(
     specs = one.layout.recorded.record.manifest.tensors
     pairs = []
     for atom in one.layout.atoms:
-        if not 0 < atom.box.volume < _MOST_ELEMENTS:
-            if atom.box.volume:
-                return f"tensor {specs[atom.tensor].name} has too many elements in one piece"
+        if atom.box.volume >= _MOST_ELEMENTS:
+            return f"tensor {specs[atom.tensor].name} has too many elements in one piece"
+        if not atom.box.volume:
             continue
         dtype = torch_dtype(specs[atom.tensor].dtype)
         bits = [bits_of(each.memory(atom.offset, atom.box.shape, dtype)) for each in (one, other)]
