@@ -226,8 +226,7 @@ class ReferenceEngine:
         async with self._exclusive(seconds):
             if self.paused is None:
                 raise ConflictError("weights are installed into a paused engine only: POST /pause first")
-            if "weights" in self.asleep:
-                raise ConflictError('the memory of the weights is given up: POST /wake {"tags": ["weights"]} first')
+            self._check_weights_awake()
             return [reply["done"] for reply in await self._pool.call("install", seconds, epoch=epoch)]
 
     async def score(self, tokens: Sequence[int], more: int, seconds: float) -> dict[str, Any]:
@@ -239,12 +238,14 @@ class ReferenceEngine:
             TimeoutError: the workers were not done after `seconds`.
         """
         async with self._exclusive(seconds):
-            if "weights" in self.asleep:
-                raise ConflictError('the memory of the weights is given up: POST /wake {"tags": ["weights"]} first')
-            score: dict[str, Any] = (await self._pool.call("score", seconds, tokens=list(tokens), more=more))[0][
-                "score"
-            ]
+            self._check_weights_awake()
+            first, *_ = await self._pool.call("score", seconds, tokens=list(tokens), more=more)
+            score: dict[str, Any] = first["score"]
             return score
+
+    def _check_weights_awake(self) -> None:
+        if "weights" in self.asleep:
+            raise ConflictError('the memory of the weights is given up: POST /wake {"tags": ["weights"]} first')
 
     def confirm(self, lineage: str, version: int, root: str) -> None:
         """Checks a label against the version that the workers hold, which responses name anyway.

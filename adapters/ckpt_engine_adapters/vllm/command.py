@@ -39,7 +39,7 @@ _NOT_WITH_ADAPTERS = {
     "--enable-moe-shared-loras": ((), "adapters of experts are not supported (--adapter)"),
     "--enable-tower-connector-lora": ((), "adapters of towers are not supported (--adapter)"),
 }
-NOT_WITH_ADAPTERS_ENVIRONMENT = {
+_NOT_WITH_ADAPTERS_ENVIRONMENT = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": _OWN,
     "VLLM_ENABLE_RESPONSES_API_STORE": (
         "responses in the background outlive the requests that keep their adapter's version in use (--adapter)"
@@ -101,7 +101,7 @@ def check_adapters(options: Options, environment: Mapping[str, str], versions: M
     command does not say, as in a file of vLLM's (--config), each worker checks (`check_adapter_workers`)."""
     if "--enable-lora" not in options:
         raise ValueError("--adapter: vLLM has slots for adapters only with --enable-lora")
-    check_refused(options, _NOT_WITH_ADAPTERS, environment, NOT_WITH_ADAPTERS_ENVIRONMENT)
+    check_refused(options, _NOT_WITH_ADAPTERS, environment, _NOT_WITH_ADAPTERS_ENVIRONMENT)
     slots = size(options, "--max-loras")
     name, needed = max(versions.items(), key=lambda each: each[1])
     if slots < needed:
@@ -114,7 +114,7 @@ def check_adapters(options: Options, environment: Mapping[str, str], versions: M
 def check_adapter_workers(parallel: Any, environment: Mapping[str, str]) -> None:
     """Raises ValueError unless the workers of a vLLM server that has started can serve adapters. parallel: vLLM's
     ParallelConfig."""
-    check_refused({}, {}, environment, NOT_WITH_ADAPTERS_ENVIRONMENT)
+    check_refused({}, {}, environment, _NOT_WITH_ADAPTERS_ENVIRONMENT)
     splits = {name: int(getattr(parallel, name, 1)) for name in _SPLITS}
     splits["experts"] = 2 if getattr(parallel, "enable_expert_parallel", False) else 1
     for name, number in splits.items():
