@@ -44,20 +44,8 @@ class TwoHosts(World):
 
     def relay(self, host: int) -> psutil.Process:
         process = self.start(
-            *(
-                f"relay-{host}",
-                host,
-                "relay",
-                "--manager",
-                self.address,
-                "--name",
-                f"r{host}",
-                "--memory",
-                "31GiB",
-                "--deltas",
-                "never",
-            ),
-            *("--listen", f"{self.hosts[host].address}:0", "--insecure"),
+            *(f"relay-{host}", host, "relay", "--manager", self.address, "--name", f"r{host}", "--memory", "31GiB"),
+            *("--deltas", "never", "--listen", f"{self.hosts[host].address}:0", "--insecure"),
             OMP_NUM_THREADS=THREADS,
         )
         eventually(f"relay {host} registers", 120.0, lambda: f"r{host}" in self.status()["relays"])

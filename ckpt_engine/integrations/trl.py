@@ -123,9 +123,10 @@ class Rollouts:
             "return_token_ids": True,
             "seed": secrets.randbits(SEED_BITS),
         }
-        # A gateway then skips replicas that it knows to hold other weights; a replica that holds them answers 409.
-        headers = {"x-ckpt-engine-lineage": served.lineage, "x-ckpt-engine-min-version": str(served.version)}
-        headers = {} if adapter else headers  # which mean the version of the base
+        headers = {}
+        if not adapter:  # they mean the version of the base
+            # A gateway then skips replicas that it knows to hold other weights; a replica that holds them answers 409.
+            headers = {"x-ckpt-engine-lineage": served.lineage, "x-ckpt-engine-min-version": str(served.version)}
         response = self._client.post(f"{url}/v1/completions", json=body, headers=headers)
         if response.status_code not in (200, 409):
             raise RuntimeError(f"{url}/v1/completions answered {response.status_code}: {response.text[:500]}")
