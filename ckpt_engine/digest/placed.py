@@ -66,7 +66,7 @@ def placed_box(view: torch.Tensor, start: Sequence[int]) -> PlacedBox | None:
 
 def warm_up(dtypes: Collection[torch.dtype]) -> None:
     """Loads or compiles the kernels for host memory: seconds in a process's first call. Never raises."""
-    for width in {dtype.itemsize for dtype in dtypes}:
+    for width in {dtype.itemsize for dtype in dtypes} & _TORCH_BITS.keys():
         _kernels(width)
 
 
