@@ -21,6 +21,11 @@ from tests.simulation.world import Signal
 Action = manager_pb2.SteerDeploymentRequest
 Row = manager_pb2.Deployment
 
+TIME_AND_ERRORS = [
+    manager_pb2.DeployCondition(name="time", value=12.0),
+    manager_pb2.DeployCondition(name="errors", value=0.1),
+]
+
 
 @pytest.fixture
 def story() -> Story:
@@ -41,6 +46,24 @@ def serve(story: Story) -> list[int]:
     """The number that each replica holds, by name."""
     held = (None if agent.engine is None else story.held_by(agent) for _, agent in sorted(story.agents.items()))
     return [-1 if identity is None else identity.version for identity in held]
+
+
+def that_serves(story: Story, number: int) -> AgentShell:
+    """The first replica by name of which `serve` says so."""
+    return story.agents[sorted(story.agents)[serve(story).index(number)]]
+
+
+def hold_up(monkeypatch: pytest.MonkeyPatch, agent: AgentShell | None = None) -> Signal:
+    """Until this is set no engine gets ready, or only that of `agent` does not."""
+    go, original = Signal(), Engine._get_ready
+
+    def get_ready(self: Engine, *order: Any) -> Any:
+        if agent is None or self is agent.engine:
+            yield go
+        yield from original(self, *order)
+
+    monkeypatch.setattr(Engine, "_get_ready", get_ready)
+    return go
 
 
 def test_rolling_brings_one_wave_after_the_other(story: Story) -> None:
@@ -194,22 +217,16 @@ def test_an_undone_number_is_refused(story: Story) -> None:
 def test_a_canary_of_which_too_many_requests_fail_is_undone(story: Story, failing: int) -> None:
     group = begun(story)
     group.train()
-    conditions = [
-        manager_pb2.DeployCondition(name="time", value=12.0),
-        manager_pb2.DeployCondition(name="errors", value=0.1),
-    ]
     for agent in story.agents.values():
         assert agent.engine is not None
         agent.engine.requests = agent.engine.failed_requests = 1000  # of the version before
-    result = story.call(group.trainers[0], strategy="canary", conditions=conditions, timeout_seconds=90.0)
+    result = story.call(group.trainers[0], strategy="canary", conditions=TIME_AND_ERRORS, timeout_seconds=90.0)
     story.until(lambda: 1 in serve(story), 20.0)
-    canary = story.agents[sorted(story.agents)[serve(story).index(1)]]
+    canary = that_serves(story, 1)
     story.wait(15.0)
     assert "20 requests to its replicas (0 of 0 requests failed)" in story.deployments[-1].waits_for
     for number in range(40):
-        assert canary.engine is not None
-        canary.engine.requests += 1
-        canary.engine.failed_requests += failing and number % 4 == 0
+        answers(canary, 1, failed=failing and number % 4 == 0)
         if number == 10:
             canary.break_streams()  # its next hello tells of no requests
         story.wait(0.5)
@@ -229,14 +246,10 @@ def errors_and_time(story: Story, strategy: str) -> tuple[list[Any], AgentShell]
     """A deployment whose first wave may fail a tenth of its requests for 12 s: its result, and the wave's agent."""
     group = begun(story)
     group.train()
-    conditions = [
-        manager_pb2.DeployCondition(name="time", value=12.0),
-        manager_pb2.DeployCondition(name="errors", value=0.1),
-    ]
-    result = story.call(group.trainers[0], strategy=strategy, conditions=conditions, timeout_seconds=90.0)
+    result = story.call(group.trainers[0], strategy=strategy, conditions=TIME_AND_ERRORS, timeout_seconds=90.0)
     story.until(lambda: 1 in serve(story), 20.0)
     story.wait(3.0)
-    return result, story.agents[sorted(story.agents)[serve(story).index(1)]]
+    return result, that_serves(story, 1)
 
 
 def answers(agent: AgentShell, requests: int, failed: int = 0) -> None:
@@ -266,13 +279,7 @@ def test_requests_that_fail_later_than_they_are_looked_at_undo_nothing(
 ) -> None:
     result, canary = errors_and_time(story, "canary")
     answers(canary, 100)
-    go, original = Signal(), Engine._get_ready
-
-    def get_ready(self: Engine, *order: Any) -> Any:
-        yield go
-        yield from original(self, *order)
-
-    monkeypatch.setattr(Engine, "_get_ready", get_ready)
+    go = hold_up(monkeypatch)
     story.until(lambda: len(story.deployments[-1].waves) == 2, 20.0)
     answers(canary, 100, failed=100)
     story.wait(5.0)
@@ -389,17 +396,15 @@ def test_an_engine_that_fails_brings_the_others_back(story: Story, strategy: str
     group.train()
     result = story.call(group.trainers[0], strategy=strategy, wave_replicas=0, timeout_seconds=30.0)
     story.until(lambda: -1 in serve(story), 20.0)
-    index = serve(story).index(-1)
-    name = sorted(story.agents)[index]
-    engine = story.agents[name].engine
-    assert engine is not None
-    engine.kill()
-    story.agents[name].engine_died()
+    agent = that_serves(story, -1)
+    assert agent.engine is not None
+    agent.engine.kill()
+    agent.engine_died()
     story.wait(45.0)
     assert not result[0].ok
     assert result[0].deployment.state == Row.STATE_UNDONE
     assert set(serve(story)) <= {0, -1}
-    story.start_engine(story.agents[name])
+    story.start_engine(agent)
     story.wait(20.0)
     assert serve(story) == [0] * 4, "a restart gets the base"
 
@@ -407,14 +412,7 @@ def test_an_engine_that_fails_brings_the_others_back(story: Story, strategy: str
 def test_all_or_none_pauses_no_engine_before_all_are_ready(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
     group = begun(story)
     group.train()
-    slow, original = story.agents["replica-2"], Engine._get_ready
-
-    def get_ready(self: Engine, *order: Any) -> Any:
-        if self is slow.engine:
-            yield Signal()  # it never is
-        yield from original(self, *order)
-
-    monkeypatch.setattr(Engine, "_get_ready", get_ready)
+    hold_up(monkeypatch, story.agents["replica-2"])  # for ever
     story.call(group.trainers[0], strategy="all_or_none", timeout_seconds=20.0)
     paused, said = 0, set[str]()
     for _ in range(300):
@@ -432,15 +430,7 @@ def test_all_or_none_pauses_no_engine_before_all_are_ready(story: Story, monkeyp
 def test_all_or_none_waits_for_one_that_was_ready_and_is_lost(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
     group = begun(story)
     group.train()
-    slow, lost = story.agents["replica-2"], story.agents["replica-1"]
-    go, original = Signal(), Engine._get_ready
-
-    def get_ready(self: Engine, *order: Any) -> Any:
-        if self is slow.engine:
-            yield go
-        yield from original(self, *order)
-
-    monkeypatch.setattr(Engine, "_get_ready", get_ready)
+    lost, go = story.agents["replica-1"], hold_up(monkeypatch, story.agents["replica-2"])
     story.call(group.trainers[0], strategy="all_or_none", timeout_seconds=60.0)
     story.wait(3.0)
     assert "replica-2 to be ready" in story.deployments[-1].waits_for
@@ -460,7 +450,7 @@ def test_as_many_may_fail_as_min_replicas_leaves_but_not_a_whole_first_wave(stor
     group.train()
     result = story.call(group.trainers[0], strategy="rolling", min_replicas=3, timeout_seconds=60.0)
     story.until(lambda: -1 in serve(story) and (first or 1 in serve(story)), 20.0)
-    agent = story.agents[sorted(story.agents)[serve(story).index(-1)]]
+    agent = that_serves(story, -1)
     assert agent.engine is not None
     agent.engine.kill()
     agent.engine_died()

@@ -14,6 +14,7 @@ from ckpt_engine.v1 import manager_pb2
 from tests.simulation.manager import ManagerShell
 from tests.simulation.story import NEW, Story, outcomes
 from tests.simulation.terms import TERM
+from tests.simulation.test_deployment_stories import begun
 from tests.simulation.training import Group
 
 Action = manager_pb2.SteerDeploymentRequest
@@ -52,6 +53,16 @@ class Watched(Story):
         self.wait(TAKEOVER + 4.0)
         assert all(results), "the calls end"
         return [result[0] for result in results]
+
+    def lost_in_a_canary(self) -> list[Any]:
+        """The call of a canary of three replicas whose manager is killed; returns when another leads."""
+        group = begun(self, 3)
+        group.train()
+        result = self.call(group.trainers[0], strategy="canary", timeout_seconds=60.0)
+        self.until(lambda: self.deployments, 20.0)
+        self.kill_manager()
+        self.wait(TAKEOVER + 3.0)
+        return result
 
 
 @pytest.fixture
@@ -190,36 +201,19 @@ def test_a_former_leader_that_wakes_does_nothing(story: Watched) -> None:
 def test_a_call_goes_on_to_wait_for_its_deployment(story: Watched) -> None:
     """The leader is lost in the middle of a canary: the call learns what a person decides, and nothing is deployed
     twice."""
-    agents = [story.replica() for _ in range(3)]
-    story.relay()
-    group = story.ranks()
-    assert story.update(group, prefetch=manager_pb2.PREFETCH_ALWAYS).ok
-    group.train()
-    result = story.call(group.trainers[0], strategy="canary", timeout_seconds=60.0)
-    story.until(lambda: story.deployments, 20.0)
-    story.kill_manager()
-    story.wait(TAKEOVER + 3.0)
+    result = story.lost_in_a_canary()
     assert not result
     assert len(story.deployments) == 1
     story.deploy(Action.ACTION_APPROVE)
     story.wait(10.0)
     assert result[0].ok, result
     assert result[0].identity.version == 1
-    assert set(outcomes(result[0])) == {agent.name for agent in agents}
+    assert set(outcomes(result[0])) == set(story.agents)
     assert [row.state for row in story.ledger.deployments.values()] == [manager_pb2.Deployment.STATE_DEPLOYED]
 
 
 def test_a_call_learns_that_its_deployment_was_undone(story: Watched) -> None:
-    for _ in range(3):
-        story.replica()
-    story.relay()
-    group = story.ranks()
-    assert story.update(group, prefetch=manager_pb2.PREFETCH_ALWAYS).ok
-    group.train()
-    result = story.call(group.trainers[0], strategy="canary", timeout_seconds=60.0)
-    story.until(lambda: story.deployments, 20.0)
-    story.kill_manager()
-    story.wait(TAKEOVER + 3.0)
+    result = story.lost_in_a_canary()
     story.deploy(Action.ACTION_UNDO, reason="it babbles")
     story.wait(10.0)
     assert not result[0].ok
