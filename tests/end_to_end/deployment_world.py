@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,27 @@ import torch
 
 from ckpt_engine import Trainer, UpdateReport
 from ckpt_engine.v1 import manager_pb2
-from tests.cluster import Cluster, eventually
+from tests.cluster import Cluster, Relay, eventually, running_cluster
 from tests.end_to_end.conftest import PADDED_VOCABULARY
 from tests.tiny_model import make_tiny_qwen3
+
+
+def relay(cluster: Cluster) -> Relay:
+    """Another process of the only relay."""
+    return cluster.relay("host", "--memory", "64MiB")
+
+
+@contextlib.contextmanager
+def running_fleet(path: Path, model: Path, names: Sequence[str], seconds: float = 400.0) -> Iterator[Cluster]:
+    """Replicas of the reference engine that all read one relay. seconds: that they have to register."""
+    torch.set_num_threads(1)
+    with running_cluster(path) as cluster:
+        for name in names:
+            cluster.replica(name, "reference", model)
+        relay(cluster).registered()
+        for replica in cluster.replicas:
+            replica.registered(seconds)
+        yield cluster
 
 
 class World:

@@ -17,12 +17,11 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
-import torch
 
 from ckpt_engine import CkptEngineError
 from ckpt_engine.v1 import manager_pb2
-from tests.cluster import Cluster, Relay, Replica, eventually, running_cluster
-from tests.end_to_end.deployment_world import World
+from tests.cluster import Replica, eventually
+from tests.end_to_end.deployment_world import World, relay, running_fleet
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -91,21 +90,10 @@ class Killed:
             self.cluster.replica(name, "reference", self.model)
 
 
-def relay(cluster: Cluster) -> Relay:
-    """Another process of the only relay."""
-    return cluster.relay("host", "--memory", "64MiB")
-
-
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory, bare_model: Path) -> Iterator[Killed]:
-    torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("kills")
-    with running_cluster(path) as cluster:
-        for name in NAMES:
-            cluster.replica(name, "reference", bare_model)
-        for replica in cluster.replicas:
-            replica.registered(600.0)
-        relay(cluster).registered()
+    with running_fleet(path, bare_model, NAMES, 600.0) as cluster:
         world = World(cluster, path)
         with world.trainer:
             yield Killed(world, bare_model)

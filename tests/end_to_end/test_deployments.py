@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from ckpt_engine import Client
 from ckpt_engine.v1 import manager_pb2
-from tests.cluster import eventually, running_cluster
-from tests.end_to_end.deployment_world import World
+from tests.cluster import eventually
+from tests.end_to_end.deployment_world import World, running_fleet
 
 pytestmark = pytest.mark.slow
 
@@ -24,14 +23,8 @@ REPLICAS = ("a", "b", "c", "d")
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory, bare_model: Path) -> Iterator[World]:
-    torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("deployments")
-    with running_cluster(path) as cluster:
-        for name in REPLICAS:
-            cluster.replica(name, "reference", bare_model)
-        cluster.relay("host", "--memory", "64MiB").registered()
-        for replica in cluster.replicas:
-            replica.registered()
+    with running_fleet(path, bare_model, REPLICAS) as cluster:
         world = World(cluster, path)
         with world.trainer:
             first = world.trainer.update_weights(strategy="rolling")

@@ -13,9 +13,10 @@ import torch
 
 from ckpt_engine import Probe, Trainer
 from ckpt_engine.integrations.scoring import model_score
-from tests.cluster import Cluster, running_cluster
+from tests.cluster import Cluster
 from tests.command_line import run
 from tests.end_to_end.conftest import PADDED_VOCABULARY
+from tests.end_to_end.deployment_world import running_fleet
 from tests.flipping import write_in
 from tests.tiny_model import make_tiny_qwen3
 
@@ -48,14 +49,8 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory, bare_model: Path) -> Iterator[World]:
-    torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("probe")
-    with running_cluster(path) as cluster:
-        for name in ("a", "b"):
-            cluster.replica(name, "reference", bare_model)
-        cluster.relay("host", "--memory", "64MiB").registered()
-        for replica in cluster.replicas:
-            replica.registered()
+    with running_fleet(path, bare_model, ("a", "b")) as cluster:
         yield World(cluster, make_tiny_qwen3(path / "model", 1, vocabulary=PADDED_VOCABULARY, weights=False))
 
 
@@ -98,9 +93,8 @@ def test_a_torn_replica_is_named_and_brings_its_canary_back(world: World) -> Non
 
         world.train()
         names: dict[str, Any] = {"trainer": trainer}
-        exec(
-            compile(CANARY, "docs/probe.md", "exec"), names
-        )  # the first canary by name is a, so b breaks the last wave
+        # The first canary by name is a, so b breaks the last wave.
+        exec(compile(CANARY, "docs/probe.md", "exec"), names)
         report = names["report"]
         assert report.deployment.state == "undone", report.details
         assert re.search(r"replica b: the probe's mean \S+ above 0\.1", report.deployment.reason)
