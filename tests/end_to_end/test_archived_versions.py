@@ -12,7 +12,6 @@ import pytest
 from click.testing import Result
 
 from ckpt_engine import CkptEngineError, Client, Trainer
-from ckpt_engine.host.relay_directory import DIRECTORY
 from tests.cluster import Cluster, Relay, generate, running_cluster
 from tests.command_line import run
 from tests.conformance.weights import load
@@ -25,8 +24,7 @@ VERSIONS = 4
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    monkeypatch.setenv(DIRECTORY, str(tmp_path / "relays"))
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
     with running_cluster(tmp_path / "cluster") as found:
         yield found
 

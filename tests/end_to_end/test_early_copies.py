@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine import CkptEngineError, Client, Trainer, UpdateReport
-from ckpt_engine.host.relay_directory import DIRECTORY
 from ckpt_engine.trace import ENVIRONMENT
 from tests.cluster import Cluster, Replica, generate, outcomes, running_cluster
 from tests.conformance.weights import load
@@ -30,8 +29,7 @@ def listener(tmp_path: Path) -> Iterator[Listener]:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    monkeypatch.setenv(DIRECTORY, str(tmp_path / "relays"))
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
     with running_cluster(tmp_path / "cluster") as found:
         yield found
 

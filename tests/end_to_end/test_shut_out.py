@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine import Trainer
-from ckpt_engine.host.relay_directory import DIRECTORY
 from tests.cluster import eventually, outcomes, running_cluster
 from tests.end_to_end.conftest import PADDED_VOCABULARY
 from tests.tiny_model import make_tiny_qwen3
@@ -38,9 +37,8 @@ def unreadable() -> Iterator[None]:
 
 
 def test_who_may_not_open_the_trainers_memory_is_told_and_gets_it_from_a_relay(
-    tmp_path: Path, bare_model: Path, unreadable: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, bare_model: Path, unreadable: None
 ) -> None:
-    monkeypatch.setenv(DIRECTORY, str(tmp_path / "relays"))  # other tests have relays on this host at the same time
     model = make_tiny_qwen3(tmp_path / "model", 3, vocabulary=PADDED_VOCABULARY)
     with running_cluster(tmp_path / "cluster") as cluster:
         cluster.before = [sys.executable, "-c", WITHOUT_CAPABILITIES]

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from ckpt_engine import Trainer
 from ckpt_engine.cli import app_for
-from ckpt_engine.host.relay_directory import DIRECTORY
 from tests.cluster import Cluster, running_cluster
 from tests.end_to_end.conftest import PADDED_VOCABULARY
 from tests.timeline.trace_format import File, read
@@ -44,10 +43,7 @@ def begins(file: File, name: str, process: str) -> list[int]:
 
 
 @pytest.mark.skipif(not _may_have_another_clock(), reason="this user may not make a time namespace")
-def test_a_replica_whose_clock_is_minutes_ahead_is_shown_when_it_was(
-    tmp_path: Path, bare_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(DIRECTORY, str(tmp_path / "relays"))  # other tests have relays on this host at the same time
+def test_a_replica_whose_clock_is_minutes_ahead_is_shown_when_it_was(tmp_path: Path, bare_model: Path) -> None:
     with running_cluster(tmp_path / "cluster") as cluster:
         cluster.relay("here", "--memory", "64MiB")
         cluster.replica("near", "reference", bare_model)

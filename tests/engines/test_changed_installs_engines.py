@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from ckpt_engine import Trainer
-from ckpt_engine.host.relay_directory import DIRECTORY
 from tests.cluster import Replica, running_cluster
 from tests.conformance.engines import ENGINES, Engine
 from tests.conformance.weights import TOKENS, Models
@@ -78,13 +77,10 @@ def test_versions_go_by_changes_and_processes_are_killed_in_between(tmp_path: Pa
         pytest.skip(reason)
     torch.set_num_threads(1)
     models = Models(tmp_path / "models")
-    directory = tmp_path / "relay"
-    directory.mkdir(mode=0o700)
-    told = {DIRECTORY: str(directory)}
     by_changes = []
     with running_cluster(tmp_path / "cluster") as cluster, Trainer(cluster.address, lineage="run") as trainer:
-        replica = engine.start(cluster, "first", models.bare, (), told)
-        relay = cluster.relay("near", "--memory", "64MiB", environment=told).registered()
+        replica = engine.start(cluster, "first", models.bare, (), {})
+        relay = cluster.relay("near", "--memory", "64MiB").registered()
         replica.registered(engine.start_seconds)
         live = models.live(0)
         trainer.publish(live, snapshot=True)
@@ -101,7 +97,7 @@ def test_versions_go_by_changes_and_processes_are_killed_in_between(tmp_path: Pa
                 assert not worker.in_full
             else:
                 assert "holds no version that it has proved" in worker.in_full
-                assert version - 1 in (0, *killed), f"{report}\n{relay.said()}"
+                assert version - 1 in (0, *killed), f"{report}\n{relay.said}"
             check_tokens(engine, replica, live, version)
             if version in killed:
                 kill(engine, replica, version)

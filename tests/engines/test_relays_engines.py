@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from ckpt_engine import Trainer
-from ckpt_engine.host.relay_directory import DIRECTORY
 from ckpt_engine.v1 import manager_pb2
 from tests.cluster import Cluster, Relay, Replica, running_cluster
 from tests.conformance.engines import ENGINES, Engine
@@ -37,11 +36,10 @@ class Site:
     models: Models
     relay: Relay
     replica: Replica
-    environment: Mapping[str, str]
 
     def start(self, name: str) -> Replica:
         """A server on the same host, not waited for."""
-        return self.engine.start(self.cluster, name, self.models.bare, (), self.environment)
+        return self.engine.start(self.cluster, name, self.models.bare, (), {})
 
     def trainer(self) -> Trainer:
         return Trainer(self.cluster.address, lineage="run")
@@ -78,14 +76,11 @@ def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     torch.set_num_threads(1)
     path = tmp_path_factory.mktemp(engine.kind)
     models = Models(path / "models")
-    directory = path / "relay"
-    directory.mkdir(mode=0o700)
-    environment = {DIRECTORY: str(directory)}
     with running_cluster(path / "cluster") as cluster:
-        replica = engine.start(cluster, "first", models.bare, (), environment)
-        relay = cluster.relay("near", "--memory", "64MiB", environment=environment).registered()
+        replica = engine.start(cluster, "first", models.bare, (), {})
+        relay = cluster.relay("near", "--memory", "64MiB").registered()
         replica.registered(engine.start_seconds)
-        yield Site(engine, cluster, models, relay, replica, environment)
+        yield Site(engine, cluster, models, relay, replica)
 
 
 def test_ten_updates_by_way_of_a_relay_and_back_to_the_ninth(site: Site) -> None:

@@ -452,7 +452,7 @@ def play(
         for replica in cluster.replicas:
             replica.registered(600)
         if rollbacks:
-            cluster.relay("relay", environment=relay_folder(path)).registered()
+            cluster.relay("relay").registered()
         options = ("--manager", cluster.address, "--workers", "2")
         with Trainer(cluster.address, lineage="run") as trainer, running_gateway(path / "g.log", *options) as gateway:
             trainer.publish(model, move=True)
@@ -496,8 +496,3 @@ def play(
     assert tally.crossed >= crossed
     assert tally.kills_late >= late
     return tally
-
-
-def relay_folder(path: Path) -> dict[str, str]:
-    """The environment of a test's relays and replicas: this host may have a relay of its own."""
-    return {"CKPT_ENGINE_RELAY_DIRECTORY": str(path / "relays")}

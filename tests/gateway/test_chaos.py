@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import Cluster
-from tests.gateway.chaos import ENGINE_OPTIONS, play, relay_folder
+from tests.gateway.chaos import ENGINE_OPTIONS, play
 
 
 def start(cluster: Cluster, name: str) -> None:
-    own = relay_folder(cluster.path)
-    cluster.replica(name, "reference", cluster.path / "bare", *ENGINE_OPTIONS, environment=own)
+    cluster.replica(name, "reference", cluster.path / "bare", *ENGINE_OPTIONS)
 
 
 @pytest.mark.slow

@@ -59,12 +59,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     torch.set_num_threads(1)
     path: Path = tmp_path_factory.mktemp("rollback")
     make_tiny_qwen3(path / "bare", weights=False)
-    own = {"CKPT_ENGINE_RELAY_DIRECTORY": str(path / "relay")}  # this host may have a relay
     with running_cluster(path) as cluster:
         for name in ("a", "b"):
-            named = ("--served-model-name", "tiny")
-            cluster.replica(name, "reference", path / "bare", *named, environment=own)
-        relay = cluster.relay("relay", environment=own)
+            cluster.replica(name, "reference", path / "bare", "--served-model-name", "tiny")
+        relay = cluster.relay("relay")
         with running_gateway(path / "gateway.log", "--manager", cluster.address, "--queue-seconds", "60") as gateway:
             for replica in cluster.replicas:
                 replica.registered()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import Cluster
-from tests.gateway.chaos import MODES, play, relay_folder
+from tests.gateway.chaos import MODES, play
 from tests.gpu.exact import DEVICE
 from tests.gpu.gpu_server import needs_gpu_vllm, start_gpu_vllm
 from tests.gpu.sglang_fleet import EAGER, needs_gpu_sglang, start_gpu_sglang
@@ -34,11 +34,11 @@ JUDGED = 6000
 )
 def test_two_minutes(tmp_path: Path, engine: str, route: str) -> None:
     def start(cluster: Cluster, name: str) -> None:
-        bare, own = cluster.path / "bare", relay_folder(cluster.path)
+        bare = cluster.path / "bare"
         if engine == "vllm":
-            start_gpu_vllm(cluster, name, bare, "--enforce-eager", "--enable-scale-out", visible="0", environment=own)
+            start_gpu_vllm(cluster, name, bare, "--enforce-eager", "--enable-scale-out", visible="0")
         else:
-            start_gpu_sglang(cluster, name, bare, *EAGER, visible="0", environment=own)
+            start_gpu_sglang(cluster, name, bare, *EAGER, visible="0")
 
     modes = MODES if engine == "vllm" else tuple(mode for mode in MODES if mode != "wait")
     play(
