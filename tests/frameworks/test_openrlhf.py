@@ -7,7 +7,6 @@ import ast
 import json
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cluster import Cluster, running_cluster
+from tests.cluster import Cluster
+from tests.frameworks.page import copy_with_diff, replicas_behind_gateway
 from tests.frameworks.ray_environment import ray_environment
 from tests.frameworks.verl_trainer import PROMPT, ask
 from tests.frameworks.words import tokenizer
-from tests.gateway.gateways import running_gateway
 from tests.tiny_model import ROUNDING, VOCABULARY, make_tiny_qwen3, regrets
 
-PAGE = Path(__file__).parents[2] / "docs" / "frameworks" / "openrlhf.md"
 STEPS = 3
 RANKS = 2
 
@@ -34,14 +32,10 @@ def reward_func(queries, prompts, labels):
 '''
 
 
-def changed_package(path: Path) -> None:
-    """A copy of the installed package at `path`/openrlhf, with the page's diff applied to it."""
+def installed_package() -> Path:
     python = os.environ["CKPT_ENGINE_OPENRLHF_PYTHON"]
     where = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    installed = Path(subprocess.check_output(where, text=True).strip()) / "openrlhf"
-    shutil.copytree(installed, path / "openrlhf", ignore=shutil.ignore_patterns("__pycache__"))
-    (diff,) = re.findall(r"^```diff\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    subprocess.run(["patch", "-p1", "--fuzz=0", "-d", path], input=diff, text=True, check=True)
+    return Path(subprocess.check_output(where, text=True).strip()) / "openrlhf"
 
 
 def arguments(path: Path, zero_stage: int) -> list[str]:
@@ -90,14 +84,9 @@ def test_what_openrlhf_trains_is_served(tmp_path: Path, zero_stage: int) -> None
     (tmp_path / "reward.py").write_text(REWARD)
     rows = [{"input": f"{number} 6 7 8"} for number in range(4 * STEPS)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
-    changed_package(tmp_path)
-    with running_cluster(tmp_path) as cluster:
-        for name in ("one", "two"):
-            cluster.replica(name, "reference", tmp_path / "model")
-        for replica in cluster.replicas:
-            replica.registered()
-        with running_gateway(tmp_path / "gateway.log", "--manager", cluster.address) as gateway:
-            steps = train(tmp_path, cluster, gateway.url, zero_stage)
+    copy_with_diff(installed_package(), "openrlhf.md", tmp_path)
+    with replicas_behind_gateway(tmp_path) as (cluster, gateway):
+        steps = train(tmp_path, cluster, gateway.url, zero_stage)
         answers = {replica.name: ask(replica.serving(STEPS)) for replica in cluster.replicas}
     from transformers import AutoModelForCausalLM
 

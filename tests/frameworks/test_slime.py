@@ -7,59 +7,47 @@ page says.
 from __future__ import annotations
 
 import os
-import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.cluster import running_cluster
 from tests.engines.sglang_server import ENVIRONMENT
+from tests.frameworks.page import copy_with_diff, replicas_behind_gateway
 from tests.frameworks.ray_environment import messages, ray_environment
 from tests.frameworks.words import tokenizer
-from tests.gateway.gateways import running_gateway
 from tests.tiny_model import ROUNDING, VOCABULARY, make_tiny_qwen3, regrets
 
-PAGE = Path(__file__).parents[2] / "docs" / "frameworks" / "slime.md"
 UPDATES = 3
 
 
 @pytest.mark.slow
 def test_what_slime_writes_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each update's samples are by its weights, and say its version."""
-    source = Path(os.environ["CKPT_ENGINE_SLIME_SOURCE"])
-    shutil.copytree(source / "slime", tmp_path / "slime", ignore=shutil.ignore_patterns("__pycache__"))
-    (diff,) = re.findall(r"^```diff\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    subprocess.run(["patch", "-p1", "--fuzz=0", "-d", tmp_path], input=diff, text=True, check=True)
+    copy_with_diff(Path(os.environ["CKPT_ENGINE_SLIME_SOURCE"]) / "slime", "slime.md", tmp_path)
     (tmp_path / "updates").mkdir()
     monkeypatch.setenv("CKPT_ENGINE_MANAGER_ALLOW_DIRECTORY", str(tmp_path / "updates"))
     make_tiny_qwen3(tmp_path / "model")
     tokenizer(VOCABULARY).save_pretrained(tmp_path / "model")
-    with running_cluster(tmp_path) as cluster:
-        for name in ("one", "two"):
-            cluster.replica(name, "reference", tmp_path / "model")
-        for replica in cluster.replicas:
-            replica.registered()
-        with running_gateway(tmp_path / "gateway.log", "--manager", cluster.address) as gateway:
-            host, _, port = gateway.url.removeprefix("http://").partition(":")
-            with ray_environment() as environment:
-                environment |= {
-                    "PYTHONPATH": f"{tmp_path}:{environment['PYTHONPATH']}:{ENVIRONMENT['PYTHONPATH']}",
-                    "CKPT_ENGINE_MANAGER": cluster.address,
-                    "CKPT_ENGINE_LINEAGE": "slime",
-                }
-                command = [os.environ["CKPT_ENGINE_SLIME_PYTHON"], "-m", "frameworks.slime_run"]
-                ended = subprocess.run(
-                    [*command, str(tmp_path), str(UPDATES), host, port],
-                    env=environment,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    cwd=tmp_path,
-                    timeout=900,
-                    check=False,
-                )
+    with replicas_behind_gateway(tmp_path) as (cluster, gateway):
+        host, _, port = gateway.url.removeprefix("http://").partition(":")
+        with ray_environment() as environment:
+            environment |= {
+                "PYTHONPATH": f"{tmp_path}:{environment['PYTHONPATH']}:{ENVIRONMENT['PYTHONPATH']}",
+                "CKPT_ENGINE_MANAGER": cluster.address,
+                "CKPT_ENGINE_LINEAGE": "slime",
+            }
+            command = [os.environ["CKPT_ENGINE_SLIME_PYTHON"], "-m", "frameworks.slime_run"]
+            ended = subprocess.run(
+                [*command, str(tmp_path), str(UPDATES), host, port],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                cwd=tmp_path,
+                timeout=900,
+                check=False,
+            )
     assert ended.returncode == 0, ended.stdout[-8000:]
     said = messages(ended.stdout)
     assert [each["update"] for each in said] == [number for number in range(1, UPDATES + 1) for _ in range(4)]
