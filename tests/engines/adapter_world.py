@@ -38,7 +38,7 @@ def version_of(answer: httpx.Response) -> int:
 
 @dataclass
 class World:
-    """A server with two adapters, and what was brought to it."""
+    """A server with adapters, and what was brought to it."""
 
     cluster: Cluster
     base: Any

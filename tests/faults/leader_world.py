@@ -34,7 +34,7 @@ class LeaderWorld(World):
     def __init__(self, path: Path, model: Path, weights: Path, expected: Expected) -> None:
         self.addresses = [free_address() for _ in MANAGERS]
         self._made = ExitStack()
-        self._seconds: dict[Proxy, Proxy] = {}  # a member's proxy to the second manager, by that to the first
+        self._second_proxies: dict[Proxy, Proxy] = {}  # a member's proxy to the second manager, by that to the first
         with self._made:
             self.server = self._made.enter_context(postgresql.running())
             self.ledger_address = self.server.new_database()
@@ -65,7 +65,7 @@ class LeaderWorld(World):
 
     def members_of(self, manager: int) -> list[Proxy]:
         """The proxies between it and its members."""
-        return [*(self._seconds.values() if manager else self._seconds)]
+        return [*(self._second_proxies.values() if manager else self._second_proxies)]
 
     def restart_manager(self, cluster: str = "") -> None:
         """Both of them."""
@@ -114,12 +114,12 @@ class LeaderWorld(World):
 
     def _proxy(self) -> Proxy:
         first, second = (Proxy(self.loop, _place(address)) for address in self.addresses)
-        self._seconds[first] = second
+        self._second_proxies[first] = second
         self._made.callback(second.close)
         return first
 
     def _dialled(self, proxy: Proxy) -> str:
-        return f"{proxy.address},{self._seconds[proxy].address}"
+        return f"{proxy.address},{self._second_proxies[proxy].address}"
 
 
 def _place(address: str) -> tuple[str, int]:

@@ -294,7 +294,7 @@ async def test_a_replica_of_the_database_that_lost_something_is_noticed(postgres
 async def test_a_leader_whose_writes_are_lost_gives_its_term_up(
     postgresql: Server, noticed_by: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also of writes that spent no epoch. `test_database_failover.py` has a real replica take over."""
+    """Also of writes that spent no epoch. `tests/faults/test_lost_databases.py` has a real replica take over."""
     address = postgresql.new_database()
     async with asking(address, seconds=60.0 if noticed_by == "a write" else 3.0) as first, asking(address) as second:
         assert await first.take("a:1") is None
