@@ -178,10 +178,15 @@ def _check_numbers(what: str, number: int, values: Sequence[float]) -> None:
         raise ValueError(f"{what} told the log-probability {wrong[0]} in sequence {number}, which is not finite")
 
 
+def known_figures(found: manager_pb2.ProbeFigures) -> dict[str, float]:
+    """The figures that may have a bound, by name: all but the flips, which are only known if both sides tell them."""
+    return {name: getattr(found, name) for name in BOUNDS if name != "flips" or found.HasField("flips")}
+
+
 def broken_bounds(found: manager_pb2.ProbeFigures, bounds: manager_pb2.ProbeBounds) -> list[str]:
     """The bounds that figures break, for people. A figure that is not known breaks none."""
     limits = {name: getattr(bounds, name) for name in BOUNDS if bounds.HasField(name)}
-    values = {name: getattr(found, name) for name in limits if name != "flips" or found.HasField("flips")}
+    values = {name: value for name, value in known_figures(found).items() if name in limits}
     return [f"{name} {value:.3g} above {limits[name]:.3g}" for name, value in values.items() if value > limits[name]]
 
 
@@ -223,7 +228,7 @@ def answer_words(answer: manager_pb2.ProbeAnswer) -> str:
     if answer.HasField("accepted"):
         words += f", {answer.accepted:.0%} of the draft's guesses accepted"
     wrong = [*answer.broken, *(f"over caches {each}" for each in answer.broken_cached)]
-    return "; ".join([words, ", ".join(wrong)]) if wrong else words
+    return f"{words}; {', '.join(wrong)}" if wrong else words
 
 
 def _figure_words(found: manager_pb2.ProbeFigures) -> str:

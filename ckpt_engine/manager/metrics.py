@@ -23,7 +23,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ckpt_engine.core.enums import enum_label
-from ckpt_engine.core.probe import is_bad
+from ckpt_engine.core.probe import is_bad, known_figures
 from ckpt_engine.core.problems import ErrorCode
 from ckpt_engine.core.scrub import oldest_pass, share
 from ckpt_engine.machines.manager.status import REPLICA_STATES, replica_state
@@ -345,10 +345,9 @@ def _of_probes(status: manager_pb2.GetStatusResponse) -> Iterable[Metric]:
         answer = replica.last_outcome.probe
         bad.add_metric((replica.name,), int(is_bad(answer)))
         for compared in ("engine", "before", "cached"):
-            found = getattr(answer, compared)
-            for name, gauge in gauges.items():
-                if answer.HasField(compared) and (name != "flips" or found.HasField("flips")):
-                    gauge.add_metric((replica.name, compared), getattr(found, name))
+            if answer.HasField(compared):
+                for name, value in known_figures(getattr(answer, compared)).items():
+                    gauges[name].add_metric((replica.name, compared), value)
     yield from (bad, *gauges.values())
 
 

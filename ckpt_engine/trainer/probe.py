@@ -7,7 +7,7 @@ loss: a function for models of transformers is in `integrations/scoring.py`, wha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from ckpt_engine.core.arguments import whole
@@ -48,10 +48,10 @@ class Probe:
     def __post_init__(self) -> None:
         if not callable(self.score):
             raise invalid(f"the probe's score must be a function of the sequences, not {self.score!r}")
-        for each in fields(self):
-            bound = getattr(self, each.name) if each.name in BOUNDS else None
+        for name in BOUNDS:
+            bound = getattr(self, name)
             if bound is not None and not (_number(bound) and 0 <= bound < float("inf")):
-                raise invalid(f"the probe's {each.name} {bound!r} must be a number from 0 on, or None")
+                raise invalid(f"the probe's {name} {bound!r} must be a number from 0 on, or None")
         if not (_number(self.clip) and 0 < self.clip < 1):
             raise invalid(f"the probe's clip {self.clip!r} must be above 0 and below 1")
         check_seconds("the probe's seconds", self.seconds)
