@@ -83,6 +83,9 @@ class Engine:
                     self.gone += 1
                     return False
                 await asyncio.sleep(0.002)
+        except asyncio.CancelledError:  # Starlette heard of it first, and ends the stream
+            self.gone += 1
+            raise
         finally:
             self.running -= 1
         return True

@@ -223,7 +223,7 @@ def test_a_relay_that_sends_slowly_is_left_for_others(world: World, monkeypatch:
     lend = world.relays["a"]._ways.lend_chunks
 
     def slowly(lent: LentChunks) -> object:
-        return lend(replace(lent, runs=lambda chunk: (time.sleep(0.3), lent.runs(chunk))[1]))
+        return lend(replace(lent, runs=lambda chunk: (time.sleep(1.0), lent.runs(chunk))[1]))
 
     monkeypatch.setattr(world.relays["a"]._ways, "lend_chunks", slowly)
     held = {name: world.fill(name) for name in NAMES}
