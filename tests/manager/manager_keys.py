@@ -12,12 +12,10 @@ import httpx
 import trustme
 
 from ckpt_engine.channel import ManagerStub, open_channel
-from ckpt_engine.core.problems import code_of
 from ckpt_engine.manager.service import ManagerServer
 from ckpt_engine.security.client import AUTHORITY, TOKEN_FILE, ClientSecurity
 from ckpt_engine.security.grants import digest_of
 from ckpt_engine.security.server import ServerSecurity
-from ckpt_engine.v1 import weights_pb2
 
 GRANTS = {
     "trainer": "trainer/run-*",
@@ -78,11 +76,6 @@ class Keys:
             trust_env=False,
             timeout=120,
         )
-
-
-def name(problem: weights_pb2.Problem) -> str:
-    """Of its code."""
-    return code_of(problem)
 
 
 @contextlib.asynccontextmanager

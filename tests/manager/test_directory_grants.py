@@ -15,10 +15,11 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from manager_keys import Keys, calling, name
+from manager_keys import Keys, calling
 from safetensors.numpy import save_file
 from scripted_members import refused
 
+from ckpt_engine.core.problems import code_of
 from ckpt_engine.manager.service import ManagerConfig, ManagerServer
 from ckpt_engine.security.client import AUTHORITY, CERTIFICATE, KEY, TOKEN_FILE
 from ckpt_engine.security.server import ServerSecurity
@@ -53,7 +54,7 @@ async def test_it_wants_the_grant_of_its_lineage(asking: ManagerServer, keys: Ke
     for role, body in (("viewer", ours), ("operator", ours), ("trainer", {**ours, "lineage": ""})):
         async with calling(asking, keys.with_token(role)) as stub:
             call = stub.UpdateFromDirectory(manager_pb2.UpdateFromDirectoryRequest(**body), timeout=60)
-            assert name(await refused(call.read())) == "PERMISSION_DENIED", role
+            assert code_of(await refused(call.read())) == "PERMISSION_DENIED", role
         async with keys.browser(asking, role) as client:
             assert (await client.post(ROUTE, json=body)).status_code == 403, role
     async with keys.browser(asking, "trainer") as client:

@@ -10,13 +10,13 @@ from pathlib import Path
 import grpc.aio
 import pytest
 import trustme
-from manager_keys import GRANTS, Keys, calling, name, token
+from manager_keys import GRANTS, Keys, calling, token
 from scripted_members import ScriptedReplica, ScriptedTrainer, put, refused
 
 from ckpt_engine.channel import ManagerStub
 from ckpt_engine.channel import problem_of as client_problem
 from ckpt_engine.core.manifest import DIGEST_FORMAT
-from ckpt_engine.core.problems import CkptEngineError
+from ckpt_engine.core.problems import CkptEngineError, code_of
 from ckpt_engine.manager.service import SERVICES, ManagerConfig, ManagerServer
 from ckpt_engine.security.client import AUTHORITY, CERTIFICATE, KEY, SERVER_NAME, TOKEN_FILE, ClientSecurity
 from ckpt_engine.security.grants import TOKEN_CHARACTERS, Grant, Tokens, digest_of
@@ -28,15 +28,15 @@ async def test_a_session_speaks_for_the_name_that_its_token_grants(asking: Manag
     async with calling(asking, keys.with_token("replica")) as stub:
         await ScriptedReplica(stub, "one").open()
         problem = await refused(ScriptedReplica(stub, "two").open())
-        assert name(problem) == "PERMISSION_DENIED"
+        assert code_of(problem) == "PERMISSION_DENIED"
         assert "may not act as replica 'two': it is granted replica/one" in problem.message
-        assert name(await refused(ScriptedTrainer(stub, lineage="run-1").open())) == "PERMISSION_DENIED"
+        assert code_of(await refused(ScriptedTrainer(stub, lineage="run-1").open())) == "PERMISSION_DENIED"
     assert [replica.name for replica in asking.status().replicas] == ["one"]
     async with calling(asking, keys.with_token("trainer")) as stub:
         trainer = ScriptedTrainer(stub, lineage="run-1")
         await trainer.open()
-        assert name(await refused(ScriptedTrainer(stub, lineage="other").open())) == "PERMISSION_DENIED"
-        assert name(await refused(ScriptedReplica(stub, "one").open())) == "PERMISSION_DENIED"
+        assert code_of(await refused(ScriptedTrainer(stub, lineage="other").open())) == "PERMISSION_DENIED"
+        assert code_of(await refused(ScriptedReplica(stub, "one").open())) == "PERMISSION_DENIED"
         assert {trainer.lineage for trainer in asking.status().trainers} == {"run-1"}
 
 
@@ -56,7 +56,7 @@ async def test_who_is_no_holder_neither_lends_as_one_nor_is_told_what_holders_ho
     for role in ("replica", "trainer", "viewer", "operator"):
         async with calling(asking, keys.with_token(role)) as stub:
             # Before its first message: one that is written while the refusal comes ends the call with a text of gRPC.
-            assert name(await refused(stub.HolderSession(timeout=60).read())) == "PERMISSION_DENIED", role
+            assert code_of(await refused(stub.HolderSession(timeout=60).read())) == "PERMISSION_DENIED", role
     async with calling(asking, keys.with_token("holder")) as stub:
         await hello(stub, "node-1")
         problem = await refused(hello(stub, "other"))
@@ -64,7 +64,7 @@ async def test_who_is_no_holder_neither_lends_as_one_nor_is_told_what_holders_ho
         table = await put(stub, weights_pb2.SourceTable(id="relay node-1"))
     for role in ("viewer", "operator"):
         async with calling(asking, keys.with_token(role)) as stub:
-            assert name(await refused(stub.GetBlob(table, timeout=60).read())) == "PERMISSION_DENIED", role
+            assert code_of(await refused(stub.GetBlob(table, timeout=60).read())) == "PERMISSION_DENIED", role
 
 
 async def test_a_session_cannot_change_its_name_later(asking: ManagerServer, keys: Keys) -> None:
@@ -96,30 +96,30 @@ async def test_each_call_needs_its_grant(asking: ManagerServer, keys: Keys) -> N
             stub.LocateVersion(manager_pb2.LocateVersionRequest(), timeout=60),
         ]
         for call in calls:
-            assert name(await refused(call)) == "PERMISSION_DENIED", call
+            assert code_of(await refused(call)) == "PERMISSION_DENIED", call
     async with calling(asking, keys.with_token("trainer")) as stub:
         other = manager_pb2.UpdateWeightsRequest(lineage="other")
-        assert name(await refused(stub.UpdateWeights(other, timeout=60).read())) == "PERMISSION_DENIED"
+        assert code_of(await refused(stub.UpdateWeights(other, timeout=60).read())) == "PERMISSION_DENIED"
         back = manager_pb2.RollbackRequest(lineage="run-1", version=1)
-        assert name(await refused(stub.Rollback(back, timeout=60).read())) == "PERMISSION_DENIED"
+        assert code_of(await refused(stub.Rollback(back, timeout=60).read())) == "PERMISSION_DENIED"
         evict = manager_pb2.EvictReplicaRequest(name="one")
-        assert name(await refused(stub.EvictReplica(evict, timeout=60))) == "PERMISSION_DENIED"
+        assert code_of(await refused(stub.EvictReplica(evict, timeout=60))) == "PERMISSION_DENIED"
     async with calling(asking, keys.with_token("operator")) as stub:
-        assert name(await refused(stub.EvictReplica(evict, timeout=60))) == "NOT_FOUND"
-        assert name(await refused(stub.Rollback(back, timeout=60).read())) == "NOT_FOUND"
+        assert code_of(await refused(stub.EvictReplica(evict, timeout=60))) == "NOT_FOUND"
+        assert code_of(await refused(stub.Rollback(back, timeout=60).read())) == "NOT_FOUND"
     wait = manager_pb2.WaitForUpdateRequest(lineage="run-1", version=1)
     for role in GRANTS:  # it only tells
         async with calling(asking, keys.with_token(role)) as stub:
-            assert name(await refused(stub.WaitForUpdate(wait, timeout=60))) == "NOT_FOUND"
+            assert code_of(await refused(stub.WaitForUpdate(wait, timeout=60))) == "NOT_FOUND"
 
 
 async def test_without_a_token_or_with_a_wrong_one_nobody_is_let_in(asking: ManagerServer, keys: Keys) -> None:
     for security in (keys.as_client({}), keys.with_token("stranger")):
         async with calling(asking, security) as stub:
             problem = await refused(stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60))
-            assert name(problem) == "UNAUTHENTICATED"
+            assert code_of(problem) == "UNAUTHENTICATED"
             assert token("stranger") not in problem.message
-            assert name(await refused(ScriptedReplica(stub, "one").open())) == "UNAUTHENTICATED"
+            assert code_of(await refused(ScriptedReplica(stub, "one").open())) == "UNAUTHENTICATED"
 
 
 async def test_both_sides_say_what_is_wrong_with_tls(
@@ -161,10 +161,10 @@ async def test_certificates_of_both_sides_without_tokens(config: ManagerConfig, 
     async with ManagerServer(replace(config, security=security)) as server:
         async with calling(server, holder("replica/one")) as stub:
             await ScriptedReplica(stub, "one").open()
-            assert name(await refused(ScriptedReplica(stub, "two").open())) == "PERMISSION_DENIED"
+            assert code_of(await refused(ScriptedReplica(stub, "two").open())) == "PERMISSION_DENIED"
         async with calling(server, holder("a laptop")) as stub:
             problem = await refused(stub.GetStatus(manager_pb2.GetStatusRequest(), timeout=60))
-            assert name(problem) == "UNAUTHENTICATED"
+            assert code_of(problem) == "UNAUTHENTICATED"
             assert "must be a grant" in problem.message
         async with calling(server, keys.as_client({})) as stub:
             with pytest.raises(grpc.aio.AioRpcError) as caught:

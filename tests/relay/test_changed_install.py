@@ -343,10 +343,9 @@ def _left_out(found: AtomChanges) -> AtomChanges:
 
 
 def _other_word(found: AtomChanges) -> AtomChanges:
-    words = tuple(each.copy() for each in found.words)
-    for each in words:
-        each[0] ^= 4  # of both versions: what the base had there is not looked at again
-    return AtomChanges(found.places, (found.words[0], words[1]))
+    one, other = found.words[0], found.words[1].copy()
+    other[0] ^= 4
+    return AtomChanges(found.places, (one, other))
 
 
 def _other_word_of_both(found: AtomChanges) -> AtomChanges:
